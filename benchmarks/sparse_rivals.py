@@ -1,10 +1,11 @@
-"""Time of attention over blocks of 128 x 128, beside torch's FlexAttention and FlashAttention-4.
+"""Time of attention over blocks of 128 x 128, beside FlexAttention, FlashAttention-4 and cuDNN.
 
     python -m benchmarks.sparse_rivals --json build/sparse_rivals.json
 
 Each row of blocks keeps as many others, by chance, for each head; not causal, bf16. Milliseconds of
-forward and backward, medians of turns that take each call in order, and the largest distance of a
-rival's output from ours. A rival that cannot run is left out, and why is printed.
+forward and backward, medians of turns that take each call, and the largest distances of a rival's
+results from ours. cuDNN's kernels are those of the package nvidia-cudnn-frontend. A rival that
+cannot run is left out, and why is printed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,23 @@ from flash_cute import Sparse, flash_attn_func
 BLOCK = 128
 SIZES = ((32768, 8), (92160, 40))  # tokens, heads; the second is a video model's
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+Forward = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]  # out and LSE
+Backward = Callable[..., tuple[Tensor, ...]]  # of dout, q, k, v, out and LSE
+
+
+class _Kernels(torch.autograd.Function):
+    """A rival's kernels of forward and backward."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, run: Forward, back: Backward) -> Tensor:
+        out, lse = run(q, k, v)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.back = back
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return *ctx.back(*grads, *ctx.saved_tensors)[:3], None, None
 
 
 def choose(heads: int, blocks: int, sparsity: float) -> Tensor:
@@ -67,16 +85,46 @@ def flash_attention_4(index: Tensor, counts: Tensor, blocks: int) -> Call:
     lists = importlib.import_module("flash_attn.cute.block_sparsity")
     none = torch.zeros_like(counts)
     room = padded(index, blocks)
-    tensors = lists.BlockSparseTensorsTorch(none, room, counts, room, block_size=(BLOCK, BLOCK))
+    make = partial(lists.BlockSparseTensorsTorch, block_size=(BLOCK, BLOCK))
+    tensors = make(none, room, counts, room)
+    chosen = torch.zeros((1, len(index[0]), blocks, blocks), dtype=torch.bool, device=index.device)
+    of_keys = chosen.scatter_(-1, index.long(), True).mT
+    queries = torch.argsort(of_keys.int(), stable=True, descending=True).int()
+    back_tensors = make(none, queries, of_keys.sum(-1, dtype=torch.int32), queries)
 
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = interface._flash_attn_fwd(q, k, v, block_sparse_tensors=tensors)[0]
-        return out
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found = interface._flash_attn_fwd(q, k, v, block_sparse_tensors=tensors, return_lse=True)
+        return found[0], found[1]
 
-    return call
+    def backward(
+        dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, ...]:
+        given = {"block_sparse_tensors": back_tensors}
+        return tuple(interface._flash_attn_bwd(q, k, v, out, dout, lse, **given))
+
+    return lambda q, k, v: _Kernels.apply(q, k, v, forward, backward)
 
 
-RIVALS = {"flex_attention": flex_attention, "flash_attention_4": flash_attention_4}
+def cudnn(index: Tensor, counts: Tensor, blocks: int) -> Call:
+    kernels = importlib.import_module("cudnn.block_sparse_attention")
+    given = {"q2k_block_nums": counts, "sparse_block_size": BLOCK, "layout": "bshd"}
+
+    def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        found = kernels.block_sparse_attention_forward(q, k, v, index, **given)
+        return found["o_tensor"], found["lse_tensor"]
+
+    def backward(dout: Tensor, *saved: Tensor) -> tuple[Tensor, ...]:
+        found = kernels.block_sparse_attention_backward(dout, *saved, index, **given)
+        return tuple(found[name] for name in ("dq_tensor", "dk_tensor", "dv_tensor"))
+
+    return lambda q, k, v: _Kernels.apply(q, k, v, forward, backward)
+
+
+RIVALS = {
+    "flex_attention": flex_attention,
+    "flash_attention_4": flash_attention_4,
+    "cudnn": cudnn,
+}
 
 
 def measure(seqlen: int, heads: int, sparsity: float, rounds: int) -> dict[str, Any]:
@@ -104,8 +152,19 @@ def measure(seqlen: int, heads: int, sparsity: float, rounds: int) -> dict[str, 
     back: dict[str, Callable[[], Any]] = {}
     for name, call in calls.items():
         out = call(*leaves)
-        if out.requires_grad:
-            back[name] = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+        work = partial(torch.autograd.grad, out, leaves, dout, retain_graph=True)
+        try:
+            grads = work()
+        except Exception as error:
+            print(f"without backward of {name}: {type(error).__name__}: {str(error)[:300]}")
+            continue
+        if name == "ours":
+            expected = grads
+        pairs = zip(grads, expected, strict=True)
+        found[f"distance_of_gradients_of_{name}"] = float(
+            max((x - y).abs().max() for x, y in pairs)
+        )
+        back[name] = work
     found["backward_ms"] = turns(back, rounds)
     return found
 

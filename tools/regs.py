@@ -40,6 +40,8 @@ SPILLS_OF_LISTS = {
     ("backward", "Rich", 128): 40,
     ("backward_2cta", "Plain", 192): 8,
     ("backward_2cta", "Plain", 256): 32,
+    ("backward_2cta", "Rich", 192): 12,
+    ("backward_2cta", "Rich", 256): 36,
 }
 _TIERS = ("Plain", "Rich")
 

@@ -96,7 +96,8 @@ struct TileEntry {
 // Sparse attention: for each tile of queries the tiles of keys that it sees, in backward for each tile of keys the
 // tiles of queries that see it, ascending. The band hides more. Unchecked device data: TileList clamps it.
 struct TileLists {
-  const TileEntry* ptr = nullptr;  // [batch, heads, tiles, 1 + capacity]; the first entry's tile is their number
+  // [batch, heads, tiles, 1 + capacity]; the first entry's tile is their number, its code whether all are whole tiles.
+  const TileEntry* ptr = nullptr;
   int64_t batch = 0, head = 0;  // strides in entries; 0 if all share the lists
   int tiles = 0;  // lists of a head
   int capacity = 0;  // entries that a list may have

@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from flash_cute.sparse.lists import codes_of
+from flash_cute.sparse.lists import QUADRANTS, codes_of
 
 
 def register(library: torch.library.Library) -> None:
@@ -41,7 +41,9 @@ def _compacted(codes: Tensor, capacity: int) -> Tensor:
     found = found.masked_fill(absent, 0)
     of_found = codes.gather(-1, found.long()).masked_fill(absent, 0)
     tiles = torch.cat((counts, found), -1)
-    return torch.stack((tiles, torch.cat((torch.zeros_like(counts), of_found), -1)), -1)
+    is_whole = ((codes == 0) | (codes == QUADRANTS - 1)).all(-1, keepdim=True) & (counts > 0)
+    of_all = torch.where(is_whole, QUADRANTS - 1, 0).int()
+    return torch.stack((tiles, torch.cat((of_all, of_found), -1)), -1)
 
 
 def _transposed(lists: Tensor, tiles: int) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,10 @@ queries and the last keys), and the bits above are 1 + the number of the tile's 
 without one (:mod:`flash_cute.sparse.bits`). Causal masks, windows and the ends of sequences are no
 part of codes: a call hides those besides.
 
-Lists int32 (.., rows of tiles, 1 + capacity, 2) hold of each row first its number of entries and 0,
-then its tiles that are not empty as pairs (column, code), columns ascending. What lies behind them
-is never read. Forward has queries as rows, backward keys; codes keep their sense.
+Lists int32 (.., rows of tiles, 1 + capacity, 2) hold of each row first its number of entries, and
+15 if each is a wholly visible tile, or 0; then its tiles that are not empty as pairs (column,
+code), columns ascending. What lies behind them is never read. Forward has queries as rows, backward
+keys; codes keep their sense.
 """
 
 from __future__ import annotations

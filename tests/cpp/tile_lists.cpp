@@ -29,8 +29,10 @@ struct ListCase {
   std::vector<TileEntry> entries;
   std::vector<int> ranks;
   std::vector<uint32_t> bits;
+  bool whole;  // all tiles
 
   ListCase(Draw& draw, bool of_keys) : seq({0, draw.from(1, 500)}, {0, draw.from(1, 500)}) {
+    whole = draw.flag();
     p.heads = p.heads_k = 1;
     p.seqlen_q = seq.q.length + draw.of({0, 0, 1, 300});
     p.seqlen_k = seq.k.length + draw.of({0, 0, 1, 300});
@@ -42,10 +44,10 @@ struct ListCase {
       bits.push_back(static_cast<uint32_t>(draw.from(0, 1 << 30)) * 5u);
     for (int row = 0; row < rows; ++row) {
       const size_t head = entries.size();
-      entries.push_back({0, 0});
+      entries.push_back({0, whole ? TileCode::kWhole : 0});
       for (int column = 0; column < columns; ++column) {
-        int code = draw.flag() ? draw.flag() ? 15 : draw.from(1, 15) : 0;
-        if (code > 0 && masks > 0 && draw.from(0, 3) == 0) code += 16 * draw.from(1, masks);
+        int code = draw.flag() ? whole || draw.flag() ? TileCode::kWhole : draw.from(1, 15) : 0;
+        if (code > 0 && !whole && masks > 0 && draw.from(0, 3) == 0) code += 16 * draw.from(1, masks);
         codes.push_back(code);
         if (code == 0) continue;
         entries.push_back({column, code});
@@ -120,13 +122,15 @@ void check_groups(Draw& draw) {
   const int tile = draw.from(0, tiles_of(c.seq.q.length) - 1), row = tile * kTileSide;
   const QueryTile queries{row, 0, 0};
   const SharedKvList<kBlockN, 2> shared(p, c.seq, {queries, kTileSide, queries, kTileSide}, 0);
-  bool ends_are_listed = true, inside = true;
+  bool ends_are_listed = true, inside = true, full = true, knows_full = true;
   Pairs met, expected;
   for (int group = 0; group < 2; ++group) {
     const KvList<kBlockN> tiles = shared.of_group(group);
     inside &= tiles.empty() || (0 <= tiles.begin && tiles.end <= shared.count);
     ends_are_listed &= tiles.empty() || (tiles.listed(tiles.begin) && tiles.listed(tiles.end - 1));
     for (int n = tiles.end - 1; n >= tiles.begin; n = n == tiles.begin ? n - 1 : tiles.listed_before(n)) {
+      full &= !tiles.in_full_range(n) || (tiles.in_band(n) && tiles.code(n).shows(TileCode::kWhole));
+      knows_full &= !c.whole || tiles.full(n) == tiles.in_full_range(n);
       for (int i = row + 64 * group; i < row + 64 * group + 64 && i < c.seq.q.length; ++i) {
         for (int j = tiles.first_key(n); j < tiles.first_key(n) + kBlockN; ++j) {
           if (c.sees_by_band(i, j) && c.shows(tiles.code(n), i % kTileSide, j % kTileSide)) met.emplace(i, j);
@@ -143,6 +147,8 @@ void check_groups(Draw& draw) {
   CAPTURE(c.p);
   CHECK(inside);
   CHECK(ends_are_listed);
+  CHECK(full);
+  CHECK(knows_full);
   CHECK(met == expected);
 }
 

@@ -32,12 +32,15 @@ SHAPES = {  # seqlen_q, seqlen_k, density of tiles
 
 
 def random_lists(batch, heads, seqlens, density, masked):
-    """Lists with whole tiles, quadrants, and if `masked` token masks."""
+    """Lists with whole tiles, quadrants, and if `masked` token masks; half of the lists have whole
+    tiles alone otherwise."""
     shape = (batch, heads, *map(tiles_of, seqlens))
     codes = torch.where(torch.rand(shape) < 0.5, 15, torch.randint(1, 16, shape))
     codes = torch.where(torch.rand(shape) < density, codes, 0).int()
     bits = None
-    if masked:
+    if not masked:
+        codes[:, :, ::2] = torch.where(codes[:, :, ::2] > 0, 15, 0)
+    else:
         has_mask = (codes > 0) & (torch.rand(shape) < 0.4)
         numbers = has_mask.flatten().cumsum(0).view(shape)
         codes = torch.where(has_mask, codes + 16 * numbers, codes).int()
@@ -57,16 +60,19 @@ def check(got, expected, unit, bound=None):
 def has_backward(kernel, options):
     """Whether this GPU has a backward over lists for what the kernel computes."""
     rules = {"softcap": "softcap" in options, "alibi": "alibi_slopes" in options}
-    problem = kernels.Problem("bwd", kernel.dtype, head_dim=kernel.dim, lists=True, **rules)
+    dims = {"head_dim": kernel.dim, "head_dim_v": kernel.dim_v}
+    problem = kernels.Problem("bwd", kernel.dtype, **dims, lists=True, **rules)
     return bool(kernels.supports(problem))
 
 
 def verify(name, shape, masked, causal, kernel, deterministic):
     seqlen_q, seqlen_k, density = SHAPES[shape]
     q, k, v = (
-        torch.randn(2, rows, heads, kernel.dim, device="cuda", dtype=kernel.dtype)
-        for rows, heads in ((seqlen_q, 4), (seqlen_k, 2), (seqlen_k, 2))
-    )
+        torch.randn(2, rows, heads, dim, device="cuda", dtype=kernel.dtype)
+        for rows, heads, dim in (
+            (seqlen_q, 4, kernel.dim), (seqlen_k, 2, kernel.dim), (seqlen_k, 2, kernel.dim_v),
+        )
+    )  # fmt: skip
     options = {"softcap": 15.0, "alibi_slopes": torch.rand(4, device="cuda")}
     options = options if kernel.tier == "rich" else {}
     sparse = random_lists(2, 2, (seqlen_q, seqlen_k), density, masked)
@@ -123,12 +129,14 @@ def test_deterministic_gradients_repeat(cuda, name):
     kernel = parse(name)
     q = torch.randn(2, 2000, 8, kernel.dim, device="cuda", dtype=torch.bfloat16)
     q.requires_grad_()
+    v = q[..., : kernel.dim_v]
     sparse = random_lists(1, 1, (2000, 2000), 0.5, False)
     with library.only(name, "fwd_"):
-        out = flash_attn_func(q, q, q, sparse=sparse, deterministic=True)
-        expected = torch.autograd.grad(out, q, out, retain_graph=True)[0]
+        out = flash_attn_func(q, q, v, sparse=sparse, deterministic=True)
+        dout = out.detach()
+        expected = torch.autograd.grad(out, q, dout, retain_graph=True)[0]
         for _ in range(50):
-            assert torch.equal(torch.autograd.grad(out, q, out, retain_graph=True)[0], expected)
+            assert torch.equal(torch.autograd.grad(out, q, dout, retain_graph=True)[0], expected)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -203,6 +211,7 @@ def test_rows_that_share_their_memory(cuda):
 
 def test_lists_are_those_of_the_cpu(cuda):
     codes = torch.randint(0, 3, (2, 3, 37, 70), dtype=torch.int32)
+    codes[0] = (codes[0] > 1) * 15  # whole tiles
     of_cpu = torch.ops.flash_cute.tile_lists(codes, 70)
     assert torch.equal(torch.ops.flash_cute.tile_lists(codes.cuda(), 70).cpu(), of_cpu)
     for x, y in zip(

@@ -18,8 +18,9 @@ def mask_of(sparse: Sparse) -> Tensor:
     assert lists.shape[2] == rows and lists.shape[4] == 2
     seen = torch.zeros(*lists.shape[:2], rows * 128, columns * 128, dtype=torch.bool)
     for b, h, i in torch.cartesian_prod(*(torch.arange(n) for n in lists.shape[:3])).tolist():
-        count, zero = lists[b, h, i, 0].tolist()
-        assert zero == 0 and 0 <= count < lists.shape[3]
+        count, of_all = lists[b, h, i, 0].tolist()
+        assert of_all in (0, 15) and 0 <= count < lists.shape[3]
+        assert of_all == 0 or (count > 0 and (lists[b, h, i, 1 : 1 + count, 1] == 15).all())
         before = -1
         for column, code in lists[b, h, i, 1 : 1 + count].tolist():
             assert before < column < columns and code > 0

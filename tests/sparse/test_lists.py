@@ -28,6 +28,17 @@ def test_lists_hold_what_is_not_empty_in_ascending_order(shape, density):
         assert all(entry == [0, 0] for entry in listed[1 + len(expected) :])
 
 
+def test_the_first_entry_tells_whether_all_tiles_are_whole():
+    codes = (torch.rand(2, 3, 40, 17) < 0.3).int() * 15
+    codes[:, :, 1::4, 3] = 7
+    codes[:, :, 2::4, 5] = 15 + 16 * 2
+    codes[:, :, 3::4] = 0
+    for x in (codes, codes.transpose(-1, -2).contiguous()):
+        is_whole = ((x == 0) | (x == 15)).all(-1) & (x != 0).any(-1)
+        assert torch.equal(tile_lists(x)[..., 0, 1], is_whole * 15)
+        assert is_whole.any() and not is_whole.all()
+
+
 def test_capacity_bounds_the_entries():
     codes = random_codes(2, 2, 9, 30, density=0.2)
     longest = int((codes != 0).sum(-1).max())

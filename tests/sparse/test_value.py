@@ -41,7 +41,7 @@ def test_blocks_that_do_not_exist_or_repeat_are_no_matter():
     index = torch.tensor([2, -1, 2, 99, 0, 2**31 - 1, 1], dtype=torch.int32).view(1, 1, 1, 7)
     counts = torch.tensor([6], dtype=torch.int32).view(1, 1, 1)
     sparse = Sparse.blocks(index, counts, seqlens=(100, 500))
-    assert sparse.tile_lists[0, 0, 0].tolist()[:3] == [[2, 0], [0, 15], [2, 15]]
+    assert sparse.tile_lists[0, 0, 0].tolist()[:3] == [[2, 15], [0, 15], [2, 15]]
 
 
 def keeps(batch, head, query, key):
@@ -88,7 +88,7 @@ def test_block_mask_of_torch(size, outer):
 def test_mask_functions_that_drop_or_keep_whole_blocks():
     maps = torch.ones(1, 1, 3, 3, dtype=torch.bool)
     sparse = Sparse.blocks(*lists_of(maps), mask_mod=lambda b, h, q, k: k < 128)
-    assert sparse.tile_lists[0, 0, :, :2].tolist() == [[[1, 0], [0, 15]]] * 3
+    assert sparse.tile_lists[0, 0, :, :2].tolist() == [[[1, 15], [0, 15]]] * 3
     constant = Sparse.blocks(*lists_of(maps), mask_mod=lambda b, h, q, k: q.new_ones(()).bool())
     assert torch.equal(mask_of(constant), torch.ones(1, 1, 384, 384, dtype=torch.bool))
 

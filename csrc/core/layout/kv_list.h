@@ -28,7 +28,8 @@ FC_HOST_DEVICE TileList key_list(const FwdProblem& p, const QueryTile& tile, Row
           detail::ceil_div(p.seqlen_k, kTileSide)};
 }
 
-// Tiles of kBlockN keys, in the order of a list.
+// Tiles of kBlockN keys, in the order of a list. Their full range is known of lists of whole tiles; in others, and
+// outside of it, the list says which are full.
 template <int kBlockN>
 struct KvList : TileRange {
   static constexpr int kParts = kTileSide / kBlockN;
@@ -37,16 +38,13 @@ struct KvList : TileRange {
   RowSpan shown;  // keys that the band shows to all queries
   int rows;       // quadrants of the queries
 
-  FC_HOST_DEVICE KvList(const TileList& list, int begin, int end, RowSpan shown, int row, int rows)
-      : TileRange{begin, end, 0, 0},
-        list(list),
-        shown(shown),
-        rows(TileCode::quadrants_of_queries(row % kTileSide, rows)) {}
+  FC_HOST_DEVICE KvList(const TileList& list, TileRange range, RowSpan shown, int row, int rows)
+      : TileRange(range), list(list), shown(shown), rows(TileCode::quadrants_of_queries(row % kTileSide, rows)) {}
 
   FC_HOST_DEVICE static KvList of(const FwdProblem& p, const SeqInfo& seq, const QueryTile& tile, int rows) {
     const ShownKeys keys(seq, p.band, tile.row, rows);
     const TileList list = key_list(p, tile, keys.some);
-    KvList tiles(list, 0, list.count * kParts, keys.all, tile.row, rows);
+    KvList tiles(list, {0, list.count * kParts, 0, 0}, keys.all, tile.row, rows);
     while (tiles.end > 0 && tiles.first_key(tiles.end - 1) >= keys.some.last) --tiles.end;
     return tiles;
   }
@@ -58,8 +56,10 @@ struct KvList : TileRange {
     const int key = first_key(n);
     return shown.first <= key && key + kBlockN <= shown.last;
   }
+  FC_HOST_DEVICE bool in_full_range(int n) const { return TileRange::full(n); }
   FC_HOST_DEVICE bool full(int n) const {
-    return in_band(n) && code(n).shows(rows & TileCode::quadrants_of_keys(n % kParts * kBlockN, kBlockN));
+    return in_full_range(n) ||
+           (in_band(n) && code(n).shows(rows & TileCode::quadrants_of_keys(n % kParts * kBlockN, kBlockN)));
   }
   // Whether the list shows some of the tile to the queries' quadrants.
   FC_HOST_DEVICE bool listed(int n) const {
@@ -83,7 +83,7 @@ struct SharedKvList {
   TileList list;
   RowSpan keys;
   int count;
-  int begins[kGroups], ends[kGroups];  // listed tiles
+  TileRange ranges[kGroups];  // listed tiles
   RowSpan shown[kGroups];
   bool halves[kGroups];
 
@@ -91,21 +91,28 @@ struct SharedKvList {
       : list(key_list(p, queries.tile, visible_keys(seq, p.band, queries.tile.row, kTileSide))),
         keys(visible_keys(seq, p.band, queries.tile.row, kTileSide)),
         count(list.count * KvList<kBlockN>::kParts) {
+    const QueryTile& tile = queries.tile;
+    const bool whole = first_entry(p.lists, tile.batch, tile.head, tile.row / kTileSide)->code == TileCode::kWhole;
     for (int i = 0; i < kGroups; ++i) {
       const int row = queries.tile.row + 64 * i;
       const ShownKeys of_group(seq, p.band, row, 64);
       shown[i] = of_group.all;
-      begins[i] = 0;
-      ends[i] = row < seq.q.length ? count : 0;
-      const auto hides = [&](int n) { return first_key(n) >= of_group.some.last || !this->of_group(i).listed(n); };
-      while (ends[i] > 0 && hides(ends[i] - 1)) --ends[i];
-      while (begins[i] < ends[i] && hides(begins[i])) ++begins[i];
-      halves[i] = ends[i] > 0 && of_group.some.last <= first_key(ends[i] - 1) + kBlockN / 2;
+      TileRange& range = ranges[i];
+      range = {0, row < seq.q.length ? count : 0, 0, 0};
+      const KvList<kBlockN> tiles = this->of_group(i);
+      const auto hides = [&](int n) { return first_key(n) >= of_group.some.last || !tiles.listed(n); };
+      while (range.end > 0 && hides(range.end - 1)) --range.end;
+      while (range.begin < range.end && hides(range.begin)) ++range.begin;
+      halves[i] = range.end > 0 && of_group.some.last <= first_key(range.end - 1) + kBlockN / 2;
+      range.full_begin = range.begin;
+      range.full_end = whole ? range.end : range.begin;
+      while (range.full_begin < range.full_end && !tiles.in_band(range.full_end - 1)) --range.full_end;
+      while (range.full_begin < range.full_end && !tiles.in_band(range.full_begin)) ++range.full_begin;
     }
   }
 
   FC_HOST_DEVICE KvList<kBlockN> of_group(int group) const {
-    return {list, begins[group], ends[group], shown[group], 64 * group, 64};
+    return {list, ranges[group], shown[group], 64 * group, 64};
   }
   FC_HOST_DEVICE int first_key(int n) const { return of_group(0).first_key(n); }
   FC_HOST_DEVICE bool ends_in_half(int group) const { return halves[group]; }

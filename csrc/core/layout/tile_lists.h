@@ -35,6 +35,12 @@ struct TileCode {
   }
 };
 
+// A list's first entry, which tells their number.
+FC_HOST_DEVICE const TileEntry* first_entry(const TileLists& lists, int batch, int head, int tile) {
+  return lists.ptr + batch * lists.batch + head / lists.heads_per_list * lists.head +
+         int64_t(detail::at_most(tile, lists.tiles - 1)) * (1 + lists.capacity);
+}
+
 // The entries of a list for tiles [first, past) of a sequence of `sequence_tiles` tiles.
 struct TileList {
   const TileEntry* entries;
@@ -45,8 +51,7 @@ struct TileList {
   FC_HOST_DEVICE TileList(const TileLists& lists, int batch, int head, int tile, int first, int past,
                           int sequence_tiles)
       : last_tile(detail::at_least(0, past - 1)) {
-    const TileEntry* const list = lists.ptr + batch * lists.batch + head / lists.heads_per_list * lists.head +
-                                  int64_t(detail::at_most(tile, lists.tiles - 1)) * (1 + lists.capacity);
+    const TileEntry* const list = first_entry(lists, batch, head, tile);
     entries = list + 1;
     count = detail::at_least(0, detail::at_most(list->tile, lists.capacity));
     if (past < sequence_tiles && count > 0 && entries[count - 1].tile >= past) count = before(past);

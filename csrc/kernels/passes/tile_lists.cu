@@ -1,5 +1,6 @@
 #include "kernels/passes/tile_lists.h"
 
+#include "core/layout/tile_lists.h"
 #include "kernels/launch.h"
 
 namespace flash_cute {
@@ -7,6 +8,11 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32;
 constexpr int kTogether = 8;  // loads in flight of a thread
+
+// A list's first entry: how many follow, and whether each has a whole tile.
+__device__ TileEntry head_of_list(int entries, bool whole) {
+  return {entries, entries > 0 && whole ? TileCode::kWhole : 0};
+}
 
 // One warp for each row.
 __global__ void __launch_bounds__(kThreads)
@@ -16,7 +22,7 @@ __global__ void __launch_bounds__(kThreads)
   if (row >= codes.tables * codes.rows) return;
   const int* const from = codes.ptr + row * codes.columns;
   TileEntry* const to = lists + row * (1 + capacity);
-  int found = 0;
+  int found = 0, whole = 0;
   for (int first = lane; first - lane < codes.columns; first += 32 * kTogether) {
     int code[kTogether];
     for (int i = 0; i < kTogether; ++i) {
@@ -28,10 +34,12 @@ __global__ void __launch_bounds__(kThreads)
       const int place = found + __popc(listed & ((1u << lane) - 1));
       if (code[i] != 0 && place < capacity) to[1 + place] = {first + 32 * i, code[i]};
       found += __popc(listed);
+      whole += __popc(__ballot_sync(~0u, code[i] == TileCode::kWhole));
     }
   }
+  const bool all_whole = whole == found;
   found = min(found, capacity);
-  if (lane == 0) to[0] = {found, 0};
+  if (lane == 0) to[0] = head_of_list(found, all_whole);
   for (int i = found + lane; i < capacity; i += 32) to[1 + i] = {};
 }
 
@@ -51,6 +59,7 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kThreads)
     compact_columns(const __grid_constant__ TileCodes table, const __grid_constant__ ListsOfColumns p, int ctas) {
   __shared__ int counts[kWarps][32];
+  __shared__ int wholes[kWarps][32];
   const int64_t number = blockIdx.x / ctas;  // of the table
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int column = int(blockIdx.x % ctas) * 32 + lane;
@@ -69,15 +78,20 @@ __global__ void __launch_bounds__(kThreads)
       }
     }
   };
-  int found = 0;
-  each([&](int, int) { ++found; });
+  int found = 0, whole = 0;
+  each([&](int, int code) {
+    ++found;
+    whole += code == TileCode::kWhole;
+  });
   counts[warp][lane] = found;
+  wholes[warp][lane] = whole;
   // After this barrier all counts are there.
   __syncthreads();
-  int place = 0, all = 0;
+  int place = 0, all = 0, all_whole = 0;
   for (int i = 0; i < kWarps; ++i) {
     if (i < warp) place += counts[i][lane];
     all += counts[i][lane];
+    all_whole += wholes[i][lane];
   }
   if (!exists) return;
   const int64_t list = (number * table.columns + column) * (1 + table.rows);
@@ -87,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
     p.ranks[list + place] = p.numbers[first_of_table + int64_t(row) * table.columns];
   });
   if (warp == 0) {
-    p.lists[list] = {all, 0};
+    p.lists[list] = head_of_list(all, all_whole == all);
     p.ranks[list] = 0;
   }
   for (int i = 1 + all + warp; i <= table.rows; i += kWarps) {

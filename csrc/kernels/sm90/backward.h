@@ -15,6 +15,7 @@
 #include "kernels/sm90/backward_2cta.h"
 #include "kernels/sm90/backward_combine.h"
 #include "kernels/sm90/backward_producers.h"
+#include "kernels/sm90/backward_senders.h"
 
 namespace flash_cute::sm90 {
 

@@ -3,6 +3,7 @@
 
 #include "kernels/sm90/backward_2cta_traits.h"
 #include "kernels/sm90/backward_producers.h"
+#include "kernels/sm90/backward_senders.h"
 
 namespace flash_cute::sm90 {
 

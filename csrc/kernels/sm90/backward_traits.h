@@ -176,4 +176,17 @@ struct BackwardTraits {
   static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
+// Runs do_work(work, number of tiles before) for each tile of keys of the CTA, in a thread, or in all of a warp.
+template <bool kWarp = false, class Storage, class Do>
+CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
+  for (PipelineState<2> at;; at.advance()) {
+    storage.pipeline_work.consumer_wait(at);
+    const auto& work = storage.work[at.stage()];
+    if (work.tile.row < 0) return;
+    do_work(work, at.count);
+    if constexpr (kWarp) __syncwarp();  // after this barrier the warp has read the work
+    if (!kWarp || threadIdx.x % 32 == 0) storage.pipeline_work.empty[at.stage()].arrive();
+  }
+}
+
 }  // namespace flash_cute::sm90

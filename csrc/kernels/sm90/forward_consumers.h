@@ -366,7 +366,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
       CUTE_NO_UNROLL
       for (--n; n >= tiles.begin; --n) {
         if constexpr (C.walks_lists()) {
-          if (tiles.listed(n)) {
+          if (tiles.in_full_range(n)) {
+            step(false_type{});
+          } else if (tiles.listed(n)) {
             step(AsListed{});
           } else {
             step_after_gap(tiles);
