@@ -31,7 +31,7 @@ from kernel_hash import (
 )
 
 # Shares of the time, in order; a stage's unused time goes to the next. The rest is for the end.
-SHARES = {"repeats": 0.05, "tests": 0.70, "memcheck": 0.05, "fuzz": 0.17}
+SHARES = {"repeats": 0.04, "tests": 0.64, "memcheck": 0.12, "fuzz": 0.17}
 _BYTES_OF_TESTS = 12 * 2**30  # of GPU memory, that a process of tests may need
 _MOST_FAILURES, _MOST_CHARACTERS = 40, 300  # in the record
 

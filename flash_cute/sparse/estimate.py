@@ -18,7 +18,7 @@ from torch import Tensor
 from flash_cute.sparse.grid import BlockGrid
 
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
-QUERIES_OF_BOUND, KEYS_OF_BOUND = 4, 32  # whose mean, and whose extremes, the bound takes
+QUERIES_OF_BOUND, KEYS_OF_BOUND = 8, 32  # whose mean, and whose extremes, the bound takes
 _SCORES_AT_ONCE = 2**22  # that a CPU's caches hold
 _SCORES_AT_ONCE_ON_CUDA = 2**26  # in few launches; they and their softmax take 512 MB
 _CAUSAL_SCORES_AT_ONCE_ON_CUDA = 2**24  # more slices: of each what its last row sees is computed
@@ -89,8 +89,8 @@ def _mass_of_patches(
 def _mass_of_bound(
     q: Tensor, k: Tensor, grid: BlockGrid, scale: float, lengths: Tensor | None
 ) -> Tensor:
-    runs = padded(q, grid).unflatten(1, (-1, QUERIES_OF_BOUND)).mean(2).transpose(1, 2)
-    queries = torch.cat((runs.clamp(min=0), runs.clamp(max=0)), -1)
+    runs = padded(q, grid).unflatten(1, (-1, QUERIES_OF_BOUND)).mean(2)
+    queries = torch.cat((runs.clamp(min=0), runs.clamp(max=0)), -1).transpose(1, 2)
     keys = torch.cat(extremes(k, grid, lengths, KEYS_OF_BOUND), -1)
     return _pooled_softmax(queries, keys, grid, scale, lengths)
 
