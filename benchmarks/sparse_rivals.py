@@ -89,7 +89,7 @@ def flash_attention_4(index: Tensor, counts: Tensor, blocks: int) -> Call:
     tensors = make(none, room, counts, room)
     chosen = torch.zeros((1, len(index[0]), blocks, blocks), dtype=torch.bool, device=index.device)
     of_keys = chosen.scatter_(-1, index.long(), True).mT
-    queries = torch.argsort(of_keys.int(), stable=True, descending=True).int()
+    queries = torch.argsort(of_keys.int().contiguous(), stable=True, descending=True).int()
     back_tensors = make(none, queries, of_keys.sum(-1, dtype=torch.int32), queries)
 
     def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
