@@ -10,6 +10,7 @@ from torch import Tensor
 
 from flash_cute.attention.config import FP8AttentionConfig
 from flash_cute.attention.layers import FlashAttention3
+from flash_cute.call.fp8 import least_power_of_two
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
@@ -22,9 +23,7 @@ def power_of_two_scale(x: Tensor, dims: tuple[int, ...], largest: float) -> Tens
     """
     amax = torch.where(x.isfinite(), x.abs(), 0).amax(dims, keepdim=True)
     ratio = amax.to(torch.promote_types(x.dtype, torch.float32)) / largest
-    ratio = ratio.clamp(min=2.0**-126)
-    mantissa, _ = torch.frexp(ratio)  # in [0.5, 1): the quotient is a power of two, and exact
-    return ratio / torch.where(mantissa == 0.5, 1.0, mantissa)
+    return least_power_of_two(ratio.clamp(min=2.0**-126))
 
 
 class RoundToFP8(torch.autograd.Function):

@@ -206,6 +206,17 @@ def of_rows(x: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
         return x[:, None]
     if len(x) == 0:
         return x.new_ones(())
+    return x[sequence_of(rows, cu_seqlens).clamp_(max=len(x) - 1)]
+
+
+def sequence_of(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """int64 (total,): the sequence that each of ``rows`` (total, ..) belongs to; their number for
+    rows behind the last one."""
     row = torch.arange(len(rows), device=rows.device, dtype=cu_seqlens.dtype)
-    sequence = torch.bucketize(row, cu_seqlens[1:], right=True).clamp_(max=len(x) - 1)
-    return x[sequence]
+    return torch.bucketize(row, cu_seqlens[1:], right=True)
+
+
+def least_power_of_two(x: Tensor) -> Tensor:
+    """The least powers of two that are not less than x > 0."""
+    mantissa, _ = torch.frexp(x)  # in [0.5, 1): the quotient is a power of two, and exact
+    return x / torch.where(mantissa == 0.5, 1.0, mantissa)
