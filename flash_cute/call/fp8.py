@@ -220,3 +220,14 @@ def least_power_of_two(x: Tensor) -> Tensor:
     """The least powers of two that are not less than x > 0."""
     mantissa, _ = torch.frexp(x)  # in [0.5, 1): the quotient is a power of two, and exact
     return x / torch.where(mantissa == 0.5, 1.0, mantissa)
+
+
+def power_of_two_scale(x: Tensor, dims: tuple[int, ...], largest: float) -> Tensor:
+    """The least power of two s >= 2^-126 with ``max |x| <= s * largest``, in fp32 or wider.
+
+    The maximum is over ``dims``, which are kept as 1, and over finite values. Such a scale changes
+    only exponents: fp8 values times s are exact in any dtype that holds them.
+    """
+    amax = torch.where(x.isfinite(), x.abs(), 0).amax(dims, keepdim=True)
+    ratio = amax.to(torch.promote_types(x.dtype, torch.float32)) / largest
+    return least_power_of_two(ratio.clamp(min=2.0**-126))

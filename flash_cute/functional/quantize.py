@@ -7,7 +7,7 @@ for; there is no kernel that does it in one pass yet.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,14 @@ from flash_cute.cpu.kvcache import Rotary
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QK_SCALINGS, V_SCALINGS = ("head", "tensor", "row"), ("head", "tensor", "channel")
 LARGEST = 448.0  # of e4m3
+
+
+class Descales(TypedDict):
+    """Arguments of the attention functions."""
+
+    q_descale: Tensor
+    k_descale: Tensor
+    v_descale: Tensor
 
 
 class Fp8Inputs(NamedTuple):
@@ -46,11 +54,11 @@ class Fp8Inputs(NamedTuple):
     mean_scores: Tensor | None
 
     @property
-    def descales(self) -> dict[str, Tensor]:
+    def descales(self) -> Descales:
         """The descales as arguments of the attention functions."""
-        return {
-            "q_descale": self.q_descale, "k_descale": self.k_descale, "v_descale": self.v_descale,
-        }  # fmt: skip
+        return Descales(
+            q_descale=self.q_descale, k_descale=self.k_descale, v_descale=self.v_descale
+        )
 
     def corrected_lse(self, softmax_lse: Tensor, softmax_scale: float | None = None) -> Tensor:
         """The log-sum-exp of the scores of k with its mean: what partial results are merged by.
