@@ -153,12 +153,12 @@ def quantize_fp8(
     """
     q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
     _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
-    _check_options(q, qk_scaling, v_scaling, hadamard)
     for name, given in (
         ("smooth_k", smooth_k), ("hadamard", hadamard), ("power_of_two", power_of_two),
         ("rotary_interleaved", rotary_interleaved),
     ):  # fmt: skip
         validate.flag(name, given)
+    _check_options(q, qk_scaling, v_scaling, hadamard)
     validate_kvcache.rotary(q, k, rotary_cos, rotary_sin, None)
     x, y, heads_k = q.float(), k.float(), k.shape[-2]
     if rotary_cos is not None and rotary_sin is not None:
@@ -197,7 +197,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any
         )
 
 
-def _check_options(q: Tensor, qk_scaling: Any, v_scaling: Any, hadamard: Any) -> None:
+def _check_options(q: Tensor, qk_scaling: Any, v_scaling: Any, hadamard: bool) -> None:
     for name, given, supported in (
         ("qk_scaling", qk_scaling, QK_SCALINGS), ("v_scaling", v_scaling, V_SCALINGS),
     ):  # fmt: skip
