@@ -213,8 +213,8 @@ def test_several_gradients_at_once(device, kv_heads):
     for layer in layers:
         found += torch.autograd.grad(layer(x), x, douts, is_grads_batched=True)
     found.append(torch.stack([torch.autograd.grad(layers[0](x), x, dout)[0] for dout in douts]))
-    torch.testing.assert_close(found[0], found[1])
-    torch.testing.assert_close(found[0], found[2])
+    for other in found[1:]:
+        torch.testing.assert_close(found[0], other, rtol=1e-4, atol=1e-4)
 
 
 def test_torch_func(device):
@@ -227,7 +227,7 @@ def test_torch_func(device):
     found = torch.func.grad(loss)({name: y.detach() for name, y in layer.named_parameters()})
     layer(x).square().sum().backward()
     for name, y in layer.named_parameters():
-        torch.testing.assert_close(y.grad, found[name])
+        torch.testing.assert_close(y.grad, found[name], rtol=1e-4, atol=1e-4)
 
 
 def test_frozen_parameters(device):
@@ -261,19 +261,19 @@ def test_compiled_as_one_graph(device, kv_heads):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     found = [gradients(layer, x, call=call) for call in (layer, compiled)]
     for got, expected in zip(*found, strict=True):
-        torch.testing.assert_close(got, expected)
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_nothing_stays_alive(device):
     """No reference leads in a circle from what is kept."""
     layer, _ = pair(device, num_kv_heads=2)
     out = layer(tokens(device))
-    node = out.grad_fn
-    while node.name() != "KeptAttentionBackward":
-        node = node.next_functions[-1 if "Addmm" not in node.name() else 1][0]
+    left = [out.grad_fn]
+    while (node := left.pop()).name() != "KeptAttentionBackward":
+        left += [x for x, _ in node.next_functions if x is not None]
     found = weakref.ref(node)
+    left.clear()
     del node
-    gc.collect()
     gc.disable()
     try:
         del out
