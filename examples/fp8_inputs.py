@@ -6,23 +6,32 @@ python examples/fp8_inputs.py [--device cpu] [--seqlen 512]
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flash_cute import flash_attn_func
+from flash_cute import flash_attn_func, quantize_fp8
 
 BATCH, HEADS, HEADS_K, DIM = 2, 8, 2, 64
-E4M3 = torch.float8_e4m3fn
+GRANULARITIES: dict[str, dict[str, Any]] = {
+    "each tensor": {"qk_scaling": "tensor", "v_scaling": "tensor"},
+    "each head": {},
+    "each row of q and k, each channel of v": {"qk_scaling": "row", "v_scaling": "channel"},
+}
+WITH_OUTLIERS: dict[str, dict[str, Any]] = {
+    "as they are": {},
+    "rotated, k without its mean": {"hadamard": True, "smooth_k": True},
+}
 
 
-def quantized(x: Tensor, each_head: bool) -> tuple[Tensor, Tensor]:
-    """x (batch, seqlen, heads, dim) in e4m3, and its descale: one element, or (batch, heads_k)."""
-    grouped = x.unflatten(2, (HEADS_K, -1))  # query heads that share a kv head share a descale
-    largest = grouped.abs().amax((1, 3, 4)) if each_head else x.abs().amax()
-    descale = (largest / torch.finfo(E4M3).max).float()
-    factor = descale[:, None, :, None, None] if each_head else descale
-    return (grouped / factor).flatten(2, 3).to(E4M3), descale
+def errors(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    """The error of each head's attention in fp8, relative to the head's own size."""
+    exact = flash_attn_func(q, k, v, causal=True)
+    x = quantize_fp8(q, k, v, **options)
+    out = flash_attn_func(x.q, x.k, x.v, causal=True, **x.descales).float()
+    squares = (0, 1, 3)
+    return ((out - exact).square().sum(squares) / exact.square().sum(squares)).sqrt()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,23 +46,15 @@ def main(argv: list[str] | None = None) -> int:
     rows = (BATCH, options.seqlen)
     q = torch.randn(*rows, HEADS, DIM, device=options.device)
     k, v = torch.randn(2, *rows, HEADS_K, DIM, device=options.device).unbind()
-    v = v * torch.logspace(-4, 1, HEADS_K, device=options.device)[:, None]  # heads of unlike sizes
-    exact = flash_attn_func(q, k, v, causal=True)
+    of_unlike_sizes = v * torch.logspace(-4, 1, HEADS_K, device=options.device)[:, None]
     worst = 0.0
-    for each_head in (False, True):
-        (q8, q_descale), (k8, k_descale), (v8, v_descale) = (
-            quantized(x, each_head) for x in (q, k, v)
-        )
-        out = flash_attn_func(
-            q8, k8, v8, causal=True, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale
-        )
-        squares = (0, 1, 3)
-        of_heads = (
-            (out.float() - exact).square().sum(squares) / exact.square().sum(squares)
-        ).sqrt()
+    for name, granularity in GRANULARITIES.items():
+        of_heads = errors(q, k, of_unlike_sizes, granularity)
         worst = float(of_heads.max())
-        name = "each head" if each_head else "each tensor"
         print(f"a descale for {name}: error {float(of_heads.mean()):.3f}, worst head {worst:.3f}")
+    q, k = (x + 10 * torch.randn_like(x) * (torch.rand_like(x) < 0.001) for x in (q, k))
+    for name, remedy in WITH_OUTLIERS.items():
+        print(f"q and k with outliers, {name}: error {float(errors(q, k, v, remedy).mean()):.3f}")
     return 0 if worst < 0.1 else 1
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flash_cute import check, mha
 from flash_cute.call.rng import rng_state
 from flash_cute.functional.kvcache import kvcache_status
+from flash_cute.functional.quantize import quantize_fp8
 from flash_cute.tiled import FlashAttention, flash_attention_backward, flash_attention_forward
 from flash_cute.tiled.sizes import estimate_memory_usage, get_optimal_block_sizes
 
@@ -53,6 +54,7 @@ __all__ = [
     "get_optimal_block_sizes",
     "kvcache_status",
     "mha",
+    "quantize_fp8",
     "rng_state",
 ]
 

@@ -10,21 +10,11 @@ from torch import Tensor
 
 from flash_cute.attention.config import FP8AttentionConfig
 from flash_cute.attention.layers import FlashAttention3
+from flash_cute.call.fp8 import power_of_two_scale
+from flash_cute.functional.kept import attention
+from flash_cute.functional.kept_autograd import Fp8Form
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
-
-
-def power_of_two_scale(x: Tensor, dims: tuple[int, ...], largest: float) -> Tensor:
-    """The least power of two s >= 2^-126 with ``max |x| <= s * largest``, in fp32 or wider.
-
-    The maximum is over ``dims``, which are kept as 1, and over finite values. Such a scale changes
-    only exponents: fp8 values times s are exact in any dtype that holds them.
-    """
-    amax = torch.where(x.isfinite(), x.abs(), 0).amax(dims, keepdim=True)
-    ratio = amax.to(torch.promote_types(x.dtype, torch.float32)) / largest
-    ratio = ratio.clamp(min=2.0**-126)
-    mantissa, _ = torch.frexp(ratio)  # in [0.5, 1): the quotient is a power of two, and exact
-    return ratio / torch.where(mantissa == 0.5, 1.0, mantissa)
 
 
 class RoundToFP8(torch.autograd.Function):
@@ -60,8 +50,10 @@ class FP8Attention(FlashAttention3):
 
     There are no fp8 kernels yet. The values are exactly those of fp8 (scaled by powers of two), and
     their attention runs in the module's dtype, with its accuracy. So it shows what fp8 does to a
-    model's results; it is slower than :class:`FlashAttention3` and saves no memory. The gradient is
-    that of the rounded values, passed through the rounding (straight-through, arXiv 1308.3432).
+    model's results; it is slower than :class:`FlashAttention3`. The gradient is that of the rounded
+    values, passed through the rounding (straight-through, arXiv 1308.3432). Backward keeps q, k and
+    v in fp8, half of the bytes of 16 bits, and widens them to the same numbers; inside of graphs of
+    torch.compile and transforms of torch.func they are kept in the module's dtype.
 
     Args:
         config: an :class:`FP8AttentionConfig`.
@@ -84,12 +76,21 @@ class FP8Attention(FlashAttention3):
         super().__init__(config)
         self.format, self.scaling = FORMATS[config.format], config.scaling
 
+    def _form(self, packed: bool) -> Fp8Form:
+        return Fp8Form(self.format, (-3,) * packed + (-2,) * (self.scaling == "head"))
+
     def _rounded(self, x: Tensor, packed: bool = False) -> Tensor:
         if x.numel() == 0:
             return x
-        separate = (-3,) * packed + (-2,) * (self.scaling == "head")
-        shared = tuple(dim for dim in range(-x.dim(), 0) if dim not in separate)
-        return RoundToFP8.apply(x, self.format, shared)
+        return RoundToFP8.apply(x, self.format, self._form(packed).shared(x))
+
+    def _call(
+        self, tensors: tuple[Tensor, ...], lengths: dict[str, Any], options: dict[str, Any]
+    ) -> Tensor:
+        is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if is_trained and all(map(Tensor.numel, tensors)) and not torch.compiler.is_compiling():
+            return attention(tensors, self._form(len(tensors) == 1), lengths, **options)
+        return super()._call(tensors, lengths, options)
 
     def extra_repr(self) -> str:
         name = str(self.format).removeprefix("torch.")

@@ -4,11 +4,18 @@ There are no fp8 kernels yet. q and k, and v if it is fp8 too, are cast to v's 1
 bf16, and the 16-bit kernels run. fp16 and bf16 hold every value of e4m3 and e5m2, so the cast is
 exact, and the result is as accurate as that of the 16-bit kernels.
 
-Descales are FlashAttention-3's: fp8 values are multiplied by a number, a tensor of one element, or
-a tensor (batch, heads_k), whose entries hold for the query heads of each kv head. Numbers for q and
-k are multiplied into softmax_scale. Tensors, which the host does not read, multiply q, which is
-rounded to bf16 once more. fp16 might overflow: with v in fp16 attention is then computed in fp32.
-``v_descale`` multiplies out, in fp32.
+Descales are what fp8 values are multiplied by: a number, or a floating-point tensor of
+
+* one element,
+* (batch, heads_k), FlashAttention-3's: each entry holds for the query heads of its kv head,
+* for q and k one of each row and head: the shape of q, or of k, with 1 for the head dim,
+* for v one of each channel: (batch, heads_k, headdim_v).
+
+Numbers for q and k are multiplied into softmax_scale. Tensors, which the host does not read,
+multiply q, and those of k's rows k; the product is rounded to bf16 once more. So powers of two are
+exact, and others change a value by 2^-9 of it at most; rounding to e4m3 changed it by up to 2^-4.
+fp16 might overflow: with v in fp16 attention is then computed in fp32. ``v_descale`` multiplies
+out, in fp32.
 """
 
 from __future__ import annotations
@@ -24,6 +31,7 @@ from flash_cute.call import validate
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDE_DTYPES = (torch.float16, torch.bfloat16)
 OUT_DTYPES = (*WIDE_DTYPES, torch.float32)
+NAMES = ("q_descale", "k_descale", "v_descale")
 
 Descale = Tensor | float | None
 
@@ -48,6 +56,7 @@ class Fp8Widening:
     """The casts and descales of a call with fp8 inputs, before and after 16-bit attention."""
 
     descales: tuple[Descale, Descale, Descale]  # of q, k and v
+    k_rows: Tensor | None  # k's descale if each row has its own, and not in descales then
     dtype: torch.dtype  # of the attention that runs
     out_dtype: torch.dtype
 
@@ -61,7 +70,7 @@ class Fp8Widening:
         out_dtype: torch.dtype | None,
         out: Tensor | None = None,
     ) -> Fp8Widening:
-        """Checks the dtypes; out is bf16 without ``out_dtype``.
+        """Checks all but shapes; out is bf16 without ``out_dtype``.
 
         Raises TypeError, ValueError, and NotImplementedError if an input requires grad or ``out``
         is given.
@@ -76,8 +85,7 @@ class Fp8Widening:
         if q.dtype not in DTYPES or k.dtype not in DTYPES:
             name, x = ("q", q) if q.dtype not in DTYPES else ("k", k)
             if not any(x.dtype in DTYPES for x in (q, k, v)):
-                names = ("q_descale", "k_descale", "v_descale", "out_dtype")
-                given = zip(names, (*descales, out_dtype), strict=True)
+                given = zip((*NAMES, "out_dtype"), (*descales, out_dtype), strict=True)
                 raise ValueError(
                     f"{', '.join(n for n, y in given if y is not None)} is given; descales and "
                     f"out_dtype need fp8 q and k; {name} has dtype {x.dtype}"
@@ -92,6 +100,8 @@ class Fp8Widening:
             )
         if out_dtype is not None and out_dtype not in OUT_DTYPES:
             raise TypeError(f"out_dtype is {out_dtype}; supported: {_listed(OUT_DTYPES)}")
+        for name, given_descale in zip(NAMES, descales, strict=True):
+            _check(name, given_descale, q)
         tensors = [x for x in (q, k, v, *descales) if isinstance(x, Tensor)]
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise NotImplementedError(
@@ -101,30 +111,48 @@ class Fp8Widening:
         wide = next((x for x in (v.dtype, out_dtype) if x in WIDE_DTYPES), torch.bfloat16)
         if wide == torch.float16 and any(isinstance(x, Tensor) for x in descales[:2]):
             wide = torch.float32
-        return cls(descales, wide, out_dtype or torch.bfloat16)
+        of_q, of_k, of_v = descales
+        k_rows = of_k if isinstance(of_k, Tensor) and of_k.shape == (*k.shape[:-1], 1) else None
+        kept = (of_q, of_k if k_rows is None else None, of_v)
+        return cls(kept, k_rows, wide, out_dtype or torch.bfloat16)
 
     def widen(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-        """q, k and v cast to the dtype of the attention that runs."""
-        return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
+        """q, k and v in the dtype of the attention that runs, k times the descales of its rows."""
+        k = k.to(self.dtype)
+        if self.k_rows is not None:
+            k = (k * self.k_rows.float()).to(self.dtype)
+        return q.to(self.dtype), k, v.to(self.dtype)
 
     def descale(
-        self, q: Tensor, heads_k: int, softmax_scale: Any, cu_seqlens_q: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        softmax_scale: Any,
+        cu_seqlens_q: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
         """q (batch, seqlen_q, heads, dim), or packed (total_q, heads, dim), and softmax_scale, one
         of them multiplied by the descales of q and k."""
         batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-        for name, x in zip(("q_descale", "k_descale", "v_descale"), self.descales, strict=True):
-            _check(name, x, q, batch, heads_k)
-        factor: Tensor | float = 1.0
+        heads = (batch, k.shape[-2])
+        own = (
+            ("each row and head", (*q.shape[:-1], 1)),
+            ("each row and head", (*k.shape[:-1], 1)),
+            ("each channel", (*heads, v.shape[-1])),
+        )
+        for name, x, (what, shape) in zip(NAMES, self.descales, own, strict=True):
+            _check_shape(name, x, heads, what, shape)
+        factor: Tensor | None = None
         for x in self.descales[:2]:
             if isinstance(x, Tensor):
-                factor = factor * x.float()
+                x = x.float() if x.dim() > 2 else of_rows(x.float(), q, cu_seqlens_q)
+                factor = x if factor is None else factor * x
             elif x is not None and (softmax_scale is None or _is_number(softmax_scale)):
                 softmax_scale = x * (
                     q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
                 )
-        if isinstance(factor, Tensor):
-            q = (q * of_rows(factor, q, cu_seqlens_q)).to(q.dtype)
+        if factor is not None:
+            q = (q * factor).to(q.dtype)
         return q, softmax_scale
 
     def finish(self, result: Any, cu_seqlens_q: Tensor | None = None) -> Any:
@@ -147,29 +175,59 @@ def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
     return ", ".join(map(str, dtypes))
 
 
-def _check(name: str, x: Descale, q: Tensor, batch: int, heads_k: int) -> None:
+def _check(name: str, x: Descale, q: Tensor) -> None:
     if x is None or not validate.is_descale_tensor(x, name, q):
         return
     if not x.is_floating_point():
         raise TypeError(f"{name} has dtype {x.dtype}; expected torch.float32")
-    one = x.dim() < 2 and x.numel() == 1
-    if not one and tuple(x.shape) != (batch, heads_k):
+
+
+def _check_shape(
+    name: str, x: Descale, heads: tuple[int, int], what: str, own: tuple[int, ...]
+) -> None:
+    """``own``: the shape of descales for ``what``, besides those of all descales."""
+    if not isinstance(x, Tensor) or (x.dim() < 2 and x.numel() == 1):
+        return
+    if tuple(x.shape) not in (heads, own):
         raise ValueError(
-            f"{name} has shape {tuple(x.shape)}; expected (batch, heads_k), {(batch, heads_k)}, or "
-            "one element"
+            f"{name} has shape {tuple(x.shape)}; expected one element, (batch, heads_k), {heads}, "
+            f"or one for {what}, {own}"
         )
 
 
 def of_rows(x: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """A descale as an fp32 tensor that broadcasts to ``rows``, (batch, seqlen, heads, dim) or
-    (total, heads, dim)."""
+    """A descale of one element, (batch, heads_k) or (batch, heads_k, dim) as an fp32 tensor that
+    broadcasts to ``rows``, (batch, seqlen, heads, dim) or (total, heads, dim)."""
     if x.dim() < 2:
         return x.reshape(1)  # without dimensions it would be rounded to the dtype of ``rows`` first
-    x = x.repeat_interleave(rows.shape[-2] // x.shape[1], dim=1)[..., None]  # (batch, heads, 1)
+    x = x[..., None] if x.dim() == 2 else x
+    x = x.repeat_interleave(rows.shape[-2] // x.shape[1], dim=1)  # (batch, heads, 1 or dim)
     if cu_seqlens is None:
         return x[:, None]
     if len(x) == 0:
         return x.new_ones(())
+    return x[sequence_of(rows, cu_seqlens).clamp_(max=len(x) - 1)]
+
+
+def sequence_of(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """int64 (total,): the sequence that each of ``rows`` (total, ..) belongs to; their number for
+    rows behind the last one."""
     row = torch.arange(len(rows), device=rows.device, dtype=cu_seqlens.dtype)
-    sequence = torch.bucketize(row, cu_seqlens[1:], right=True).clamp_(max=len(x) - 1)
-    return x[sequence]
+    return torch.bucketize(row, cu_seqlens[1:], right=True)
+
+
+def least_power_of_two(x: Tensor) -> Tensor:
+    """The least powers of two that are not less than x > 0."""
+    mantissa, _ = torch.frexp(x)  # in [0.5, 1): the quotient is a power of two, and exact
+    return x / torch.where(mantissa == 0.5, 1.0, mantissa)
+
+
+def power_of_two_scale(x: Tensor, dims: tuple[int, ...], largest: float) -> Tensor:
+    """The least power of two s >= 2^-126 with ``max |x| <= s * largest``, in fp32 or wider.
+
+    The maximum is over ``dims``, which are kept as 1, and over finite values. Such a scale changes
+    only exponents: fp8 values times s are exact in any dtype that holds them.
+    """
+    amax = torch.where(x.isfinite(), x.abs(), 0).amax(dims, keepdim=True)
+    ratio = amax.to(torch.promote_types(x.dtype, torch.float32)) / largest
+    return least_power_of_two(ratio.clamp(min=2.0**-126))

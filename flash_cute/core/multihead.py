@@ -136,17 +136,10 @@ class MultiHeadAttention(nn.Module):
         """Attention of all heads in one tensor (..., heads + 2 heads_k, dim), dense or varlen."""
         if self.num_kv_heads == self.num_heads:
             qkv = self._rounded(qkv.unflatten(-2, (3, self.num_heads)), packed=True)
-            if lengths:
-                return flash_attn_varlen_qkvpacked_func(qkv, **lengths, **options)
-            return flash_attn_qkvpacked_func(qkv, **options)
-        q, k, v = map(
-            self._rounded,
-            qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2),
-        )
-        if not lengths:
-            return flash_attn_func(q, k, v, **options)
+            return self._call((qkv,), lengths, options)
+        parts = qkv.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=-2)
         both = {f"{name}_{x}": lengths[name] for name in lengths for x in "qk"}
-        return flash_attn_varlen_func(q, k, v, **both, **options)
+        return self._call(tuple(map(self._rounded, parts)), both, options)
 
     def _attend_to(
         self, x: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: dict[str, Any]
@@ -168,12 +161,24 @@ class MultiHeadAttention(nn.Module):
         k = self._rounded(self._heads(key, q_end, k_end))
         v = self._rounded(self._heads(value, k_end, k_end + self.num_kv_heads))
         if packed is None:
-            return self.out_proj(flash_attn_func(q, k, v, **options).flatten(-2))
-        out = flash_attn_varlen_func(
-            q.flatten(0, 1), k, v, offsets(len(x), x.shape[1], x.device), packed.offsets,
-            x.shape[1], packed.mask.shape[1], seqused_k=packed.lengths, **options,
-        )  # fmt: skip
+            return self.out_proj(self._call((q, k, v), {}, options).flatten(-2))
+        lengths = {
+            "cu_seqlens_q": offsets(len(x), x.shape[1], x.device), "cu_seqlens_k": packed.offsets,
+            "max_seqlen_q": x.shape[1], "max_seqlen_k": packed.mask.shape[1],
+            "seqused_k": packed.lengths,
+        }  # fmt: skip
+        out = self._call((q.flatten(0, 1), k, v), lengths, options)
         return self.out_proj(out.flatten(-2)).unflatten(0, x.shape[:2])
+
+    def _call(
+        self, tensors: tuple[Tensor, ...], lengths: dict[str, Any], options: dict[str, Any]
+    ) -> Tensor:
+        """A hook for subclasses: attention of q, k and v, or of all three packed, varlen if there
+        are ``lengths``."""
+        function: Any = flash_attn_varlen_func if lengths else flash_attn_func
+        if len(tensors) == 1:
+            function = flash_attn_varlen_qkvpacked_func if lengths else flash_attn_qkvpacked_func
+        return function(*tensors, **lengths, **options)
 
     def _heads(self, x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
         """The in-projection of tokens (..., d_model) to heads [start, end), (..., heads, dim)."""

@@ -20,8 +20,10 @@ from flash_cute.functional.packed import (
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
 )
+from flash_cute.functional.quantize import Fp8Inputs, quantize_fp8
 
 __all__ = [
+    "Fp8Inputs",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",
@@ -31,4 +33,5 @@ __all__ = [
     "flash_attn_varlen_qkvpacked_func",
     "flash_attn_with_kvcache",
     "kvcache_status",
+    "quantize_fp8",
 ]

@@ -93,10 +93,11 @@ def flash_attn_func(
         return_max_logits: also return the largest score of each head, for QK-clip.
         out: tensor for the result, which is returned; without gradients, and not of fp8.
         s_aux, learnable_sink: other names of ``sink``.
-        q_descale: what fp8 q is to be multiplied by: a number, or fp32 of one element or (batch,
-            heads_k). None is 1.
-        k_descale: likewise for k.
-        v_descale: likewise for v.
+        q_descale: what fp8 q is to be multiplied by: a finite number > 0, or fp32 of one element,
+            (batch, heads_k), or q's shape with 1 for the head dim. None is 1.
+        k_descale: likewise for k, whose own shape it may have with 1 for the head dim.
+        v_descale: what fp8 v is to be multiplied by: a number, or fp32 of one element, (batch,
+            heads_k), or (batch, heads_k, dim_v), one for each channel.
         out_dtype: dtype of out of fp8 q and k: bf16, which None stands for, fp16 or fp32.
         sparse: which keys each query sees, as a :class:`flash_cute.Sparse`; the causal mask and the
             window hide more. Only tiles of 128 queries and keys that have a visible pair are
@@ -164,7 +165,7 @@ def flash_attn_func(
     validate.dense(q, k, v)
     check.dense(q, k)
     if widening is not None:
-        q, softmax_scale = widening.descale(q, k.shape[2], softmax_scale)
+        q, softmax_scale = widening.descale(q, k, v, softmax_scale)
     call = FwdCall(
         q, k, v, softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
@@ -232,7 +233,8 @@ def flash_attn_varlen_func(
         seqused_k: int32 (batch), likewise for k and v.
         zero_tensors: rows that belong to no sequence come back 0 (lse: -inf). They do in any case.
 
-    The other arguments are :func:`flash_attn_func`'s. Offsets and lengths that leave their tensors
+    The other arguments are :func:`flash_attn_func`'s; a descale of q's or k's rows has the shape of
+    this q or k, pages too, with 1 for the head dim. Offsets and lengths that leave their tensors
     are clamped on the device, without a host synchronisation; ``FLASH_CUTE_CHECK=1`` refuses them
     (:mod:`flash_cute.check`).
 
@@ -295,7 +297,7 @@ def flash_attn_varlen_func(
     validate.varlen(q, k, v, *sequences, block_table)
     check.varlen(q, k, *sequences, block_table, zero_tensors)
     if widening is not None:
-        q, softmax_scale = widening.descale(q, k.shape[-2], softmax_scale, cu_seqlens_q)
+        q, softmax_scale = widening.descale(q, k, v, softmax_scale, cu_seqlens_q)
     call = VarlenFwdCall(
         q, k, v, *sequences, zero_tensors, block_table, softmax_scale, causal,
         *spellings.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from flash_cute import _torch_internals as internals
 from flash_cute import ops
 from flash_cute.native import limits
 
-_BACKWARD_OF = {
+BACKWARD_OF = {
     ops.fwd: torch.ops.flash_cute.bwd,
     ops.varlen_fwd: torch.ops.flash_cute.varlen_bwd,
 }
@@ -42,19 +43,29 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: None) -> tuple[Any, ...]:
         packed, q, *others = ctx.saved_tensors
-        sink = others[0]
-        is_plain = internals.are_plain([packed, q, *others, dout, dlse])
-        gradients = _filled if is_plain else _stacked
-        with torch.no_grad():
-            *unpacked_q, k, v = packed.unbind(-3)
-            bwd = _BACKWARD_OF[ctx.op]
-            saved = (*(unpacked_q or (q,)), k, v, *others)
-            given = ops.backward_call(ctx, ctx.op, saved, dout, dlse)
-            with limits.restore_limit(ctx.limit):
-                grads: tuple[Any, ...] = gradients(bwd, given, packed, q, sink)
+        grads: tuple[Any, ...] = gradients_of_packed(ctx, packed, q, others, dout, dlse)
         if torch.is_grad_enabled():
-            grads = _NoDoubleBackward.apply(packed, q, sink, dout, dlse, *grads)
+            grads = NoDoubleBackward.apply(packed, q, others[0], dout, dlse, *grads)
         return (*grads, None)
+
+
+def gradients_of_packed(
+    ctx: Any,
+    packed: Tensor,
+    q: Tensor | None,
+    others: Sequence[Any],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> Gradients:
+    """``others``: sink, out, softmax_lse, and what :func:`ops.save_for_backward` saved after it."""
+    is_plain = internals.are_plain([packed, q, *others, dout, dlse])
+    gradients = _filled if is_plain else _stacked
+    with torch.no_grad():
+        *unpacked_q, k, v = packed.unbind(-3)
+        saved = (*(unpacked_q or (q,)), k, v, *others)
+        given = ops.backward_call(ctx, ctx.op, saved, dout, dlse)
+        with limits.restore_limit(ctx.limit):
+            return gradients(BACKWARD_OF[ctx.op], given, packed, q, others[0])
 
 
 def _filled(
@@ -81,7 +92,7 @@ def _stacked(
     return torch.stack((dk, dv), -3), dq, dsink
 
 
-class _NoDoubleBackward(torch.autograd.Function):
+class NoDoubleBackward(torch.autograd.Function):
     """Gradients, whose own derivatives by what they were computed from do not exist."""
 
     @staticmethod

@@ -16,6 +16,7 @@ from flash_cute.call.sizes import batch_of, longest_keys, longest_queries
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
 from flash_cute.functional import gathered, pack_gqa
+from flash_cute.functional.kept_autograd import Kept
 from flash_cute.functional.packed_autograd import PackedAttention
 from flash_cute.kernels import plan_log
 from flash_cute.ops.schema import Results
@@ -102,13 +103,14 @@ def run(
     out: Tensor | None = None,
     refused: list[Exception] | None = None,
     sparse: Sparse | None = None,
+    kept: Kept | None = None,
 ) -> Result:
     """Attention of a call whose q, k and v, and sequences, are valid; the rest is validated here.
 
     ``sparse`` joins the call, ``packed`` is the tensor that k and v, and maybe q, are views of,
     ``out`` the one to fill, ``refused`` has the refusal of a call that went straight to its op,
     which is raised if validation has no better words. It leaves its list: frames that hold it keep
-    tensors alive.
+    tensors alive. ``kept`` says how backward keeps q, k and v, if not as they are.
     """
     if sparse is not None:
         call = _stored(call, sparse)
@@ -135,7 +137,7 @@ def run(
         plan_log.attention(call, grad)
     rng = rng_of_call(call.q, call.dropout_p, generator, call.rng)
     call = call._replace(rng=rng, allow_tf32=ops.allow_tf32(call.q))
-    out, softmax_lse, row_max, probs = _attend(call, grad, packed, out, return_lse)
+    out, softmax_lse, row_max, probs = _attend(call, grad, packed, out, return_lse, kept)
     results: list[Any] = [out]
     if return_lse or call.return_softmax:
         results.append(softmax_lse)
@@ -149,7 +151,12 @@ def run(
 
 
 def _attend(
-    call: Call, grad: bool, packed: Tensor | None, out: Tensor | None, return_lse: bool
+    call: Call,
+    grad: bool,
+    packed: Tensor | None,
+    out: Tensor | None,
+    return_lse: bool,
+    kept: Kept | None,
 ) -> Results:
     """out, softmax_lse, row_max and probabilities of a valid call, by its shortest way."""
     op = ops.OP_OF[type(call)]
@@ -163,6 +170,8 @@ def _attend(
         # Straight to the kernel: without gradients the Python autograd formula is only a detour.
         with internals.below_autograd():
             return op(*call)
+    if kept is not None and is_eager:
+        return kept.attend(call), None, None, None
     if packed is not None and packed.requires_grad and is_eager and not call.return_row_max:
         separate_q = call.q if packed.shape[-3] == 2 else None
         out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, call.sink, call)

@@ -87,6 +87,7 @@ CALLS: dict[str, Call] = {
             "flash_attn_with_kvcache": CACHE,
             "flash_attn_combine": {"out_partial": STATISTIC, "lse_partial": STATISTIC[..., 0]},
             "kvcache_status": {"k_cache": K, "cache_seqlens": 5},
+            "quantize_fp8": DENSE,
             "rng_state": {},
             "FlashAttention": {},
             "flash_attention_forward": dict.fromkeys("QKV", HEADS_FIRST),

@@ -13,6 +13,7 @@ from flash_cute import (
     flash_attn_qkvpacked_func,
     flash_attn_varlen_func,
     flash_attn_with_kvcache,
+    quantize_fp8,
 )
 
 
@@ -29,6 +30,8 @@ def results_follow_the_flags(q: Tensor, cu: Tensor, flag: bool) -> None:
         flash_attn_varlen_func(q, q, q, cu, cu, 3, 3, return_lse=True), tuple[Tensor, Tensor]
     )
     assert_type(flash_attn_qkvpacked_func(q), Tensor)
+    x = quantize_fp8(q, q, q)
+    assert_type(flash_attn_func(x.q, x.k, x.v, **x.descales), Tensor)
     assert_type(flash_attn_with_kvcache(q, q, q, cache_seqlens=3), Tensor)
     both = flash_attn_with_kvcache(q, q, q, return_softmax_lse=True)
     assert_type(both, tuple[Tensor, Tensor])

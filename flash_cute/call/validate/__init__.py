@@ -230,7 +230,7 @@ def is_descale_tensor(x: Any, name: str, q: Tensor) -> TypeGuard[Tensor]:
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is {kind_of(x)}; expected a number or a tensor")
     if not 0 < x < math.inf:
-        raise ValueError(f"{name} is {x}; expected a positive number")
+        raise ValueError(f"{name} is {x}; expected a positive number, and a finite one")
     return False
 
 

@@ -72,7 +72,7 @@ def _shapes(call: FwdKvcacheCall, is_quantized: bool) -> int:
         blocks = 1 if block_table is None else block_table.shape[1]
         new = 0 if k is None or call.cu_seqlens_k_new is not None else k.shape[1]
         _check_capacity(call.cache_seqlens, new, k_cache.shape[1] * blocks)
-    _rotary(q, k, call.rotary_cos, call.rotary_sin, call.rotary_seqlens)
+    rotary(q, k, call.rotary_cos, call.rotary_sin, call.rotary_seqlens)
     _splits(call.num_splits, call.split_size)
     return batch
 
@@ -216,13 +216,14 @@ def _new_keys(
         validate.contiguous_last(name, x)
 
 
-def _rotary(
+def rotary(
     q: Tensor,
     k: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     rotary_seqlens: Tensor | None,
 ) -> None:
+    """Checks the tables of rotary embedding of q and new keys k."""
     if cos is None or sin is None:
         if cos is not sin:
             raise ValueError("rotary_cos or rotary_sin is None; give both, or neither")
