@@ -131,10 +131,11 @@ def test_kernels_of_random_sizes():
         ("h100", (64, 64), {}, "sm90"),
         ("h100", (128, 128), {"softcap": True, "alibi": True, "dropout": True}, "sm90"),
         ("h100", (256, 256), {"softcap": True}, "sm90"),
+        ("h100", (192, 192), {"softcap": True}, "sm90"),
+        ("h100", (192, 128), {}, "sm90"),
+        ("h100", (192, 128), {"alibi": True}, "sm90"),
         # What Hopper's own kernels over lists do not do.
-        ("h100", (192, 192), {"softcap": True}, "sm80"),
         ("h100", (256, 256), {"dropout": True}, "sm80"),
-        ("h100", (192, 128), {}, "sm80"),
         ("h100", (128, 128), {"unaligned": True}, "sm80"),
         ("h100", (128, 128), {"dropout": True, "left": 100}, "sm80"),
         ("a100", (1, 1), {}, "sm80"),
