@@ -13,7 +13,8 @@ Descales are what fp8 values are multiplied by: a number, or a floating-point te
 
 Numbers for q and k are multiplied into softmax_scale. Tensors, which the host does not read,
 multiply q, and those of k's rows k; the product is rounded to bf16 once more. So powers of two are
-exact, and others change a value by 2^-9 of it at most; rounding to e4m3 changed it by up to 2^-4.
+exact, and others change a value by 2^-8 of it at most; rounding to e4m3 changed it by up to 2^-4.
+Autocast has no part in such calls.
 fp16 might overflow: with v in fp16 attention is then computed in fp32. ``v_descale`` multiplies
 out, in fp32.
 """
@@ -112,7 +113,7 @@ class Fp8Widening:
         if wide == torch.float16 and any(isinstance(x, Tensor) for x in descales[:2]):
             wide = torch.float32
         of_q, of_k, of_v = descales
-        k_rows = of_k if isinstance(of_k, Tensor) and of_k.shape == (*k.shape[:-1], 1) else None
+        k_rows = of_k if isinstance(of_k, Tensor) and _has_shape(of_k, (*k.shape[:-1], 1)) else None
         kept = (of_q, of_k if k_rows is None else None, of_v)
         return cls(kept, k_rows, wide, out_dtype or torch.bfloat16)
 
@@ -188,11 +189,16 @@ def _check_shape(
     """``own``: the shape of descales for ``what``, besides those of all descales."""
     if not isinstance(x, Tensor) or (x.dim() < 2 and x.numel() == 1):
         return
-    if tuple(x.shape) not in (heads, own):
+    if not (_has_shape(x, heads) or _has_shape(x, own)):
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}; expected one element, (batch, heads_k), {heads}, "
             f"or one for {what}, {own}"
         )
+
+
+def _has_shape(x: Tensor, shape: tuple[int, ...]) -> bool:
+    """Sizes are compared only if there are as many: of a graph they are not known."""
+    return x.dim() == len(shape) and tuple(x.shape) == shape
 
 
 def of_rows(x: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
@@ -211,9 +217,10 @@ def of_rows(x: Tensor, rows: Tensor, cu_seqlens: Tensor | None) -> Tensor:
 
 def sequence_of(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
     """int64 (total,): the sequence that each of ``rows`` (total, ..) belongs to; their number for
-    rows behind the last one."""
+    rows before the first one and behind the last one."""
     row = torch.arange(len(rows), device=rows.device, dtype=cu_seqlens.dtype)
-    return torch.bucketize(row, cu_seqlens[1:], right=True)
+    sequence = torch.bucketize(row, cu_seqlens[1:], right=True)
+    return sequence.masked_fill_(row < cu_seqlens[0], len(cu_seqlens) - 1)
 
 
 def least_power_of_two(x: Tensor) -> Tensor:

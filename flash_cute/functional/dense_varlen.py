@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import check, ops
 from flash_cute.call import fp8, spellings, validate
+from flash_cute.call.autocast import without_autocast
 from flash_cute.call.refusal import is_refusal
 from flash_cute.functional.run import (
     Result,
@@ -161,7 +163,9 @@ def flash_attn_func(
     if fp8.has_fp8_arguments((q, k, v), descales, out_dtype):
         widening = fp8.Fp8Widening.of(q, k, v, descales, out_dtype, out)
         q, k, v = widening.widen(q, k, v)
-    q, k, v = spellings.copy_if_last_dim_strided(*autocast.cast(q, k, v))
+    else:
+        q, k, v = autocast.cast(q, k, v)
+    q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
     validate.dense(q, k, v)
     check.dense(q, k)
     if widening is not None:
@@ -170,10 +174,11 @@ def flash_attn_func(
         q, k, v, softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
     )  # fmt: skip
-    result = run(
-        call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
-        refused=refused, sparse=sparse,
-    )  # fmt: skip
+    with nullcontext() if widening is None else without_autocast(q.device):
+        result = run(
+            call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
+            refused=refused, sparse=sparse,
+        )  # fmt: skip
     return result if widening is None else widening.finish(result)
 
 
@@ -289,7 +294,9 @@ def flash_attn_varlen_func(
     if fp8.has_fp8_arguments((q, k, v), descales, out_dtype):
         widening = fp8.Fp8Widening.of(q, k, v, descales, out_dtype, out)
         q, k, v = widening.widen(q, k, v)
-    q, k, v = spellings.copy_if_last_dim_strided(*autocast.cast(q, k, v))
+    else:
+        q, k, v = autocast.cast(q, k, v)
+    q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
     max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
     if cu_seqlens_k is None:
         k, v, cu_seqlens_k = spellings.pack_keys(k, v, seqused_k, block_table)
@@ -303,10 +310,11 @@ def flash_attn_varlen_func(
         *spellings.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
         return_attn_probs, return_max_logits,
     )  # fmt: skip
-    result = run(
-        call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
-        refused=refused, sparse=sparse,
-    )  # fmt: skip
+    with nullcontext() if widening is None else without_autocast(q.device):
+        result = run(
+            call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
+            refused=refused, sparse=sparse,
+        )  # fmt: skip
     return result if widening is None else widening.finish(result, cu_seqlens_q)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_cute import check
 from flash_cute.call import spellings, validate
 from flash_cute.call.fp8 import least_power_of_two, of_rows, sequence_of
 from flash_cute.call.validate import kvcache as validate_kvcache
@@ -101,7 +102,8 @@ def quantize_fp8(
     cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None,
 ) -> Fp8Inputs:
-    """q, k and v in e4m3, each divided by descales with which its largest value becomes 448.
+    """q, k and v in e4m3, each divided by descales, with which its largest value becomes 448, or
+    with ``power_of_two`` more than 224.
 
     Args:
         q: (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with ``cu_seqlens_q``; fp16, bf16
@@ -129,9 +131,10 @@ def quantize_fp8(
             1])`` of q. Rows of no sequence have no part in descales and means.
         cu_seqlens_k: int32 (batch + 1), likewise for k and v.
 
-    Finite values are never cut off. e4m3 has no inf: inf and NaN become NaN, and have no part in
-    descales and means. Descales of nothing but zeros are 1. On CUDA means of packed sequences are
-    sums in any order, unless ``torch.use_deterministic_algorithms(True)``.
+    Values up to 1e37 are never cut off. e4m3 has no inf: inf and NaN become NaN, and have no part
+    in descales and means. Descales of nothing but zeros are 1. Rows that a sequence does not use
+    (``seqused``) take part. On CUDA means of packed sequences are sums in any order, unless
+    ``torch.use_deterministic_algorithms(True)``.
 
     Returns:
         An :class:`Fp8Inputs`: pass its ``q``, ``k``, ``v`` and ``**descales`` to
@@ -151,8 +154,9 @@ def quantize_fp8(
         x = quantize_fp8(q, k, v, smooth_k=True, hadamard=True)
         out = flash_attn_func(x.q, x.k, x.v, **x.descales)  # (2, 100, 8, 64), bf16
     """
+    _check_tensors(q, k, v, rotary_cos, rotary_sin)
     q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
-    _check(q, k, v, cu_seqlens_q, cu_seqlens_k)
+    _check_sequences(q, k, v, cu_seqlens_q, cu_seqlens_k)
     for name, given in (
         ("smooth_k", smooth_k), ("hadamard", hadamard), ("power_of_two", power_of_two),
         ("rotary_interleaved", rotary_interleaved),
@@ -183,18 +187,31 @@ def quantize_fp8(
     return Fp8Inputs(*values, *descales, k_mean, mean_scores)
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
-    if cu_seqlens_q is None and cu_seqlens_k is None:
-        validate.dense(q, k, v)
-    else:
-        validate.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, 0, 0)
-    if q.dtype not in DTYPES:
-        raise TypeError(f"q has dtype {q.dtype}; supported: {validate.listed(DTYPES)}")
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+def _check_tensors(q: Any, k: Any, v: Any, *rotary: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        validate.tensor(name, x)
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; supported: {validate.listed(DTYPES)}")
+    given = [x for x in (q, k, v, *rotary) if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         raise NotImplementedError(
-            "q, k or v requires grad, and rounding to fp8 has no gradient here: call under "
-            "torch.no_grad(), or train with flash_cute.attention.FP8Attention"
+            "q, k, v or a rotary table requires grad, and rounding to fp8 has no gradient here: "
+            "call under torch.no_grad(), or train with flash_cute.attention.FP8Attention"
         )
+
+
+def _check_sequences(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Any, cu_seqlens_k: Any) -> None:
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        if q.dim() == 3:
+            raise ValueError(
+                f"q has 3 dimensions, shape {tuple(q.shape)}, and cu_seqlens_q is None; packed "
+                "sequences need cu_seqlens_q and cu_seqlens_k"
+            )
+        return validate.dense(q, k, v)
+    validate.varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, 0, 0)
+    if check.wanted(q):
+        check.offsets("cu_seqlens_q", cu_seqlens_q.tolist(), len(q), None)
+        check.offsets("cu_seqlens_k", cu_seqlens_k.tolist(), len(k), None)
 
 
 def _check_options(q: Tensor, qk_scaling: Any, v_scaling: Any, hadamard: bool) -> None:
@@ -240,10 +257,11 @@ def _mean(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """The mean over each sequence of x's finite values and zeros, (batch, heads, dim)."""
     x = torch.where(x.isfinite(), x, 0)
     if cu_seqlens is None:
-        return x.sum(1) / max(x.shape[1], 1)
+        return (x / max(x.shape[1], 1)).sum(1)
+    sequence = sequence_of(x, cu_seqlens)
+    counts = F.pad(cu_seqlens.diff().clamp(min=1), (0, 1), value=1)  # the last: of no sequence
     sums = x.new_zeros((len(cu_seqlens), *x.shape[1:]))
-    sums = sums.index_add(0, sequence_of(x, cu_seqlens), x)[:-1]  # the last are of no sequence
-    return sums / cu_seqlens.diff().clamp(min=1)[:, None, None]
+    return sums.index_add(0, sequence, x / counts[sequence][:, None, None])[:-1]
 
 
 def _spread(x: Tensor) -> Tensor:

@@ -8,13 +8,11 @@ arXiv 2406.10774) costs next to nothing, and sees single keys that a sum drowns.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_cute.call.autocast import without_autocast
 from flash_cute.sparse.grid import BlockGrid
 
 STRIDES = (1, 2, 4, 8, 16, 32, 64)
@@ -69,13 +67,6 @@ def block_mass(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     with without_autocast(q.device):
         return _mass_of_patches(q, k, grid, 1, scale, lengths)
-
-
-def without_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """No autocast on the device, which may be one that has none."""
-    if device.type not in ("cpu", "cuda"):
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def _mass_of_patches(

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from flash_cute.sparse.estimate import block_mass, extremes, padded, without_autocast
+from flash_cute.call.autocast import without_autocast
+from flash_cute.sparse.estimate import block_mass, extremes, padded
 from flash_cute.sparse.grid import BlockGrid
 
 _INVISIBLE = -1e30  # finite, so that rows of nothing else have a softmax and a gradient

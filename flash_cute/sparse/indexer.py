@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_cute.call.autocast import without_autocast
 from flash_cute.sparse import validate as check
-from flash_cute.sparse.estimate import without_autocast
 
 _SCORES_AT_ONCE = 2**24
 _KEYS_AT_ONCE = 4096

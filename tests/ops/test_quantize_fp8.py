@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from flash_cute import check as flash_check
 from flash_cute import flash_attn_func, flash_attn_varlen_func, quantize_fp8
 from flash_cute.fp8 import Fp8Inputs
 
@@ -466,6 +467,48 @@ def test_needs_no_values_on_the_host(name, is_packed):
     assert x.q.shape == q.shape and x.k.shape == k.shape and x.v.dtype == E4M3
 
 
+@pytest.mark.parametrize("options", [
+    {}, {"qk_scaling": "tensor", "v_scaling": "channel"}, {"smooth_k": True, "hadamard": True},
+])  # fmt: skip
+def test_rows_before_the_first_sequence_have_no_part(device, options):
+    q, k, v = inputs(device, lead=((17,), (16,)))
+    cu_q, cu_k = offsets(device, 8, 6, first=3), offsets(device, 5, 6, first=4)
+    clean = quantize_fp8(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    for x, first in ((q, 3), (k, 4), (v, 4)):
+        x[:first] = 1e30
+    x = quantize_fp8(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
+    for name in ("q_descale", "k_descale", "v_descale", "k_mean"):
+        if getattr(clean, name) is not None:
+            assert torch.equal(getattr(x, name), getattr(clean, name)), name
+    assert torch.equal(x.k[4:].float(), clean.k[4:].float())
+
+
+def test_bad_offsets_are_refused_if_values_are_checked():
+    q, k, v = inputs("cpu", lead=((12,), (12,)))
+    good, bad = offsets("cpu", 5, 7), torch.tensor([0, 12, 5], dtype=torch.int32)
+    with flash_check.switched(), pytest.raises(ValueError, match="cu_seqlens_k"):
+        quantize_fp8(q, k, v, cu_seqlens_q=good, cu_seqlens_k=bad)
+
+
+def test_the_mean_of_large_keys_is_finite(device):
+    q, k, v = inputs(device)
+    k.fill_(3e38)
+    assert quantize_fp8(q, k, v, smooth_k=True).k_mean.isfinite().all()
+
+
+def test_exported_with_lengths_of_any_size():
+    class Attention(torch.nn.Module):
+        def forward(self, q, k, v):
+            x = quantize_fp8(q, k, v, qk_scaling="row")
+            return flash_attn_func(x.q, x.k, x.v, **x.descales)
+
+    q, k, v = torch.randn(2, 12, 4, 16), *torch.randn(2, 2, 17, 2, 16)
+    of_q, of_k = {1: torch.export.Dim("a")}, {1: torch.export.Dim("b")}
+    exported = torch.export.export(Attention(), (q, k, v), dynamic_shapes=(of_q, of_k, of_k))
+    others = torch.randn(2, 30, 4, 16), *torch.randn(2, 2, 9, 2, 16)
+    torch.testing.assert_close(exported.module()(*others), Attention()(*others))
+
+
 def test_autocast_changes_nothing(device):
     q, k, v = inputs(device)
     expected = quantize_fp8(q, k, v, smooth_k=True, hadamard=True)
@@ -485,8 +528,11 @@ def test_inputs_stay_as_they_are(device):
 def test_gradients_are_refused():
     q, k, v = inputs("cpu")
     k.requires_grad_()
-    with pytest.raises(NotImplementedError, match="q, k or v requires grad"):
+    with pytest.raises(NotImplementedError, match="q, k, v or a rotary table requires grad"):
         quantize_fp8(q, k, v)
+    table = torch.ones(40, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="q, k, v or a rotary table requires grad"):
+        quantize_fp8(q, k.detach(), v, rotary_cos=table, rotary_sin=table)
     with torch.no_grad():
         assert not quantize_fp8(q, k, v).k_descale.requires_grad
 
@@ -502,6 +548,8 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
                  "hadamard is given, and q's head dim is 24; supported: powers of two"),
     "flag": ({"smooth_k": "yes"}, TypeError, "smooth_k is str; expected a bool"),
     "power": ({"power_of_two": 2}, ValueError, "power_of_two is 2; expected a bool"),
+    "packed without offsets": ({n: torch.ones(30, 2, 32) for n in "qkv"}, ValueError,
+                               "cu_seqlens_q is None"),
     "fp64": ({n: torch.ones(2, 30, 2, 32).double() for n in "qkv"}, TypeError,
              "q has dtype torch.float64; supported: torch.float16, torch.bfloat16, torch.float32"),
     "fp8": ({"q": torch.ones(2, 30, 2, 32).to(E4M3)}, TypeError, "q has dtype torch.float8_e4m3fn"),

@@ -9,7 +9,6 @@ a call, so they are plain comparisons.
 
 from __future__ import annotations
 
-import math
 from typing import Any, TypeGuard
 
 import torch
@@ -24,6 +23,7 @@ CUDA_SINK_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 CUDA_MAX_HEAD_DIM = 256
 
 INT64_MAX = 2**63 - 1
+FP32_MAX = torch.finfo(torch.float32).max
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -229,8 +229,10 @@ def is_descale_tensor(x: Any, name: str, q: Tensor) -> TypeGuard[Tensor]:
         return True
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is {kind_of(x)}; expected a number or a tensor")
-    if not 0 < x < math.inf:
-        raise ValueError(f"{name} is {x}; expected a positive number, and a finite one")
+    if not 0 < x <= FP32_MAX:
+        raise ValueError(
+            f"{name} is {shown(x)}; expected a positive number, and a finite one in fp32"
+        )
     return False
 
 
