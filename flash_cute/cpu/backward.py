@@ -56,6 +56,7 @@ def differentiate_rows(
     for keys, hidden in tiles.key_blocks(rows):
         p, tanh = tiles.probabilities(rows, keys, hidden, lse)
         if some_see_nothing:
+            p.masked_fill_(sees_nothing, 0)  # a score may be NaN
             hidden = sees_nothing.expand_as(p) if hidden is None else hidden | sees_nothing
         seen_by = None if hidden is None else hidden.transpose(-1, -2)
         ds = torch.bmm(dout, v[:, keys].transpose(1, 2))

@@ -274,7 +274,10 @@ def flash_attn_with_kvcache(
         _check_vectors(call)
         raise refused.pop()
     if not (sparse is None or isinstance(sparse, Sparse)):
-        raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
+        raise TypeError(
+            f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse, "
+            "which Sparse.blocks makes of a BlockMask's tensors"
+        )
     if is_quantized:
         out, softmax_lse = quantized_kvcache.attend(call, k_descale, v_descale, sparse)
         return (out, softmax_lse) if return_softmax_lse else out

@@ -182,7 +182,10 @@ def _attend(
 def _stored(call: Call, sparse: Sparse) -> Call:
     """The call with tensors that kernels over lists read, if ``sparse`` is for it."""
     if not isinstance(sparse, Sparse):
-        raise TypeError(f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse")
+        raise TypeError(
+            f"sparse is {validate.kind_of(sparse)}; expected a flash_cute.Sparse, "
+            "which Sparse.blocks makes of a BlockMask's tensors"
+        )
     q, k, v = map(gathered.stored, (call.q, call.k, call.v))
     longest = longest_queries(call), longest_keys(call)
     sparse.check(batch_of(call), q.shape[-2], k.shape[-2], longest, q.device, call.is_causal)

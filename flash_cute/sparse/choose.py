@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -167,8 +168,8 @@ def choose_blocks(
         out = flash_attn_func(q, k, v, sparse=choice.value())
         print(choice.sparsity())
     """
-    pattern = SparsePattern(pattern)
-    check.choice(q, k, sparsity_ratio, threshold, stride, causal, lengths)
+    pattern = _pattern_of(pattern)
+    check.choice(q, k, sparsity_ratio, threshold, stride, causal, lengths, softmax_scale, seed)
     if threshold is not None and pattern not in FOLLOW_CONTENT:
         raise ValueError(
             f"threshold is {threshold}, and pattern {pattern.name}; it is for "
@@ -183,6 +184,9 @@ def choose_blocks(
     if pattern is SparsePattern.LEARNED:
         if gate is None:
             raise ValueError("pattern is LEARNED and gate None; give a LearnedGate")
+        if not isinstance(gate, LearnedGate):
+            raise TypeError(f"gate is {type(gate).__name__}; expected a LearnedGate")
+        gate.check(q, k)
         with torch.no_grad():
             mass = gate(q, k, grid, softmax_scale=softmax_scale, lengths=lengths)
     elif grid.block < FINE:  # few tokens
@@ -192,6 +196,14 @@ def choose_blocks(
             q, k, grid, stride=stride, softmax_scale=softmax_scale, lengths=lengths
         )
     return choose_by_mass(mass, grid, sparsity_ratio, threshold=threshold, lengths=lengths)
+
+
+def _pattern_of(pattern: Any) -> SparsePattern:
+    try:
+        return SparsePattern(pattern)
+    except ValueError:
+        supported = ", ".join(repr(x.value) for x in SparsePattern)
+        raise ValueError(f"pattern is {pattern!r}; supported: {supported}") from None
 
 
 def choose_without_content(

@@ -54,6 +54,15 @@ class LearnedGate(nn.Module):
         self.query_weight = nn.Parameter(own.repeat(num_heads, 1, 1))
         self.key_weight = nn.Parameter(of_keys.repeat(num_kv_heads, 1, 1))
 
+    def check(self, q: Tensor, k: Tensor) -> None:
+        """Raises ValueError if q and k (batch, seqlen, heads, dim) are not of this gate's sizes."""
+        (heads, dim), heads_k = self.query_weight.shape[:2], len(self.key_weight)
+        if (q.shape[2], k.shape[2], q.shape[3]) != (heads, heads_k, dim):
+            raise ValueError(
+                f"q has shape {tuple(q.shape)}, and k {tuple(k.shape)}; the gate is for {heads} "
+                f"heads of q, {heads_k} of k, and a head dim of {dim}"
+            )
+
     def forward(
         self,
         q: Tensor,

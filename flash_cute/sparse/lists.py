@@ -7,9 +7,9 @@ without one (:mod:`flash_cute.sparse.bits`). Causal masks, windows and the ends 
 part of codes: a call hides those besides.
 
 Lists int32 (.., rows of tiles, 1 + capacity, 2) hold of each row first its number of entries, and
-15 if each is a wholly visible tile, or 0; then its tiles that are not empty as pairs (column,
-code), columns ascending. What lies behind them is never read. Forward has queries as rows, backward
-keys; codes keep their sense.
+15 if there are some and all of the row's tiles are wholly visible, or 0; then its tiles that are
+not empty as pairs (column, code), columns ascending. What lies behind them is never read. Forward
+has queries as rows, backward keys; codes keep their sense.
 """
 
 from __future__ import annotations

@@ -150,7 +150,8 @@ def intervals(first: Any, last: Any) -> tuple[Tensor, Tensor]:
     ints("last", last, dims, shape)
     if first.shape != last.shape:
         raise ValueError(
-            f"first has shape {tuple(first.shape)}, and last {tuple(last.shape)}; expected one"
+            f"first has shape {tuple(first.shape)}, and last {tuple(last.shape)}; expected one "
+            "shape"
         )
     same_device("first", first, "last", last)
     if dims == 4 and not 1 <= first.shape[3] <= 2:
@@ -182,9 +183,18 @@ def kept_keys(keys: Any, sparse: Sparse) -> None:
     batch, shape = sparse.batch, tuple(keys.shape)
     if keys.dim() != 2 or keys.shape[1] != sparse.seqlen_k:
         raise ValueError(f"keys has shape {shape}; expected (batch or 1, {sparse.seqlen_k})")
-    if 1 not in (batch, len(keys)) and batch != len(keys):
+    if len(keys) not in (1, batch) and (batch != 1 or len(keys) == 0):
         raise ValueError(f"keys has shape {shape}; expected a batch of 1 or {batch}")
     same_device("keys", keys, "sparse", sparse.tile_lists)
+
+
+def band(causal: Any, window_size: Any) -> None:
+    """A call's causal mask and window."""
+    if type(causal) is not bool:
+        raise TypeError(f"causal is {causal!r}; expected True or False")
+    is_pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not is_pair or any(type(x) is not int for x in window_size):
+        raise TypeError(f"window_size is {window_size!r}; expected two ints, (left, right)")
 
 
 def call(
@@ -221,7 +231,15 @@ def call(
 
 
 def choice(
-    q: Any, k: Any, ratio: Any, threshold: Any, stride: Any, causal: Any, lengths: Any
+    q: Any,
+    k: Any,
+    ratio: Any,
+    threshold: Any,
+    stride: Any,
+    causal: Any,
+    lengths: Any,
+    softmax_scale: Any,
+    seed: Any,
 ) -> None:
     """The arguments of :func:`flash_cute.sparse.choose_blocks`."""
     for name, x in (("q", q), ("k", k)):
@@ -246,6 +264,15 @@ def choice(
             raise TypeError(f"{name} is {x!r}; expected a number")
         if not 0 <= x <= most:
             raise ValueError(f"{name} is {x}; expected 0 to {most}")
+    if threshold == 0:
+        raise ValueError("threshold is 0; expected a share of attention, above 0")
+    if softmax_scale is not None:
+        if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+            raise TypeError(f"softmax_scale is {softmax_scale!r}; expected a number or None")
+        if not abs(softmax_scale) < float("inf"):
+            raise ValueError(f"softmax_scale is {softmax_scale}; expected a finite number")
+    if type(seed) is not int:
+        raise TypeError(f"seed is {seed!r}; expected an int")
     if type(stride) is not int or stride not in STRIDES:
         raise ValueError(f"stride is {stride!r}; expected one of {STRIDES}")
     if type(causal) is not bool:
@@ -290,6 +317,8 @@ def indexer(q_idx: Any, k_idx: Any, k: Any, weights: Any, causal: Any, local_blo
             f"local_blocks is {local_blocks}, and causal is False; blocks before a query's own "
             "position need causal=True"
         )
+    if local_blocks > k:
+        raise ValueError(f"local_blocks is {local_blocks}, and k {k}; expected k or fewer")
 
 
 def _floats(name: str, x: Any) -> None:

@@ -17,7 +17,7 @@ from flash_cute.sparse.topk import Choice
 Block = tuple[int, int]
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Sparse:
     """The pairs of queries and keys that attention computes, made by one of the constructors:
     :meth:`blocks`, :meth:`topk`, :meth:`intervals`, :meth:`from_flashmask`,
@@ -346,6 +346,11 @@ class Sparse:
         """``most``, if given, is an upper bound of the tiles of any row of ``codes``."""
         return Sparse(tile_lists(codes, most), masks, *seqlens, format, needs_causal, granularity)
 
+    def __repr__(self) -> str:
+        sizes = f"{self.seqlen_q} queries x {self.seqlen_k} keys"
+        lists = f"batch {self.batch}, heads {self.list_heads}"
+        return f"<Sparse {self.format}: {sizes}, {lists}, {self.device}>"
+
     @property
     def density(self) -> float:
         """Pairs that are visible of seqlen_q * seqlen_k, on average over batch and heads; 0 without
@@ -364,10 +369,12 @@ class Sparse:
             sparse = Sparse.from_block_map(torch.eye(4, dtype=torch.bool)[None, None])
             assert sparse.visible_pairs(causal=True) == 4 * 128 * 129 / 2
         """
+        check.band(causal, window_size)
         return density.visible_pairs(self, causal, window_size)
 
     def visible_pairs_of_dense(self, causal: bool = False, window_size: Block = (-1, -1)) -> int:
         """The same of a call without lists."""
+        check.band(causal, window_size)
         return density.pairs_of_band(self.seqlen_q, self.seqlen_k, causal, window_size)
 
     def explain(self) -> str:

@@ -131,6 +131,7 @@ REFUSED = [
     ({"causal": None}, TypeError, "causal is None"),
     ({"causal": False, "local_blocks": 1}, ValueError, "local_blocks is 1, and causal is False"),
     ({"local_blocks": -1}, ValueError, "local_blocks is -1"),
+    ({"local_blocks": 3}, ValueError, "local_blocks is 3, and k 2"),
 ]
 
 

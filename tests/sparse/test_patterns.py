@@ -263,11 +263,22 @@ Q = torch.randn(1, 40, 2, 8)
         ({"threshold": 2, "pattern": "learned"}, ValueError, "threshold is 2"),
         ({"stride": 3}, ValueError, "stride is 3"),
         ({"causal": 1}, TypeError, "causal is 1"),
+        ({"threshold": 0, "pattern": "learned"}, ValueError, "threshold is 0"),
+        ({"softmax_scale": True}, TypeError, "softmax_scale is True"),
+        ({"softmax_scale": float("nan")}, ValueError, "softmax_scale is nan"),
+        ({"seed": 1.5, "pattern": "random"}, TypeError, "seed is 1.5"),
+        ({"gate": torch.nn.Linear(2, 2), "pattern": "learned"}, TypeError, "gate is Linear"),
+        ({"gate": LearnedGate(2, 2, 16), "pattern": "learned"}, ValueError, "a head dim of 16"),
+        (
+            {"gate": LearnedGate(2, 1, 8), "pattern": "learned"},
+            ValueError,
+            "gate is for 2 heads of q",
+        ),
         ({"lengths": [40]}, TypeError, "lengths is a list"),
         ({"lengths": torch.ones(len(Q))}, TypeError, "lengths has dtype torch.float32"),
         ({"lengths": torch.ones(len(Q) + 1).int()}, ValueError, "lengths has . sequences, and q ."),
         ({"pattern": "learned"}, ValueError, "gate"),
-        ({"pattern": "spiral"}, ValueError, "spiral"),
+        ({"pattern": "spiral"}, ValueError, "pattern is 'spiral'; supported: 'random'"),
     ],
 )
 def test_choices_that_cannot_be_made(wrong, error, words):

@@ -10,7 +10,7 @@ from sparse.masks import mask_of
 from sparse.oracle import oracle_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from flash_cute import Sparse, cpu
+from flash_cute import Sparse, cpu, flash_attn_varlen_func
 from flash_cute.cpu import sparse as cpu_sparse
 from flash_cute.ops.typed import BwdCall, FwdCall, VarlenBwdCall, VarlenFwdCall
 from flash_cute.sparse.lists import transposed
@@ -121,3 +121,16 @@ def test_a_tenth_of_the_pairs_takes_less_time_than_all_of_them():
     dense = seconds(lambda: cpu.bwd(backward))
     lists = transposed(lists, 32)
     assert seconds(lambda: cpu_sparse.bwd(backward, lists, None)) < 0.7 * dense
+
+
+def test_keys_that_no_query_sees_have_no_gradient_whatever_they_hold():
+    """Lists may be for more queries than a sequence has; what is behind its end sees nothing."""
+    blocks = torch.tensor([[[[False, True], [True, True]]]])  # the first keys: of later queries
+    sparse = Sparse.from_block_map(blocks, (64, 64), seqlens=(128, 128))
+    cu_seqlens = torch.tensor([0, 64, 192], dtype=torch.int32)
+    q, k, v = torch.randn(3, 192, 1, 4).unbind()
+    k[:64] = torch.nan
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_varlen_func(*inputs, cu_seqlens, cu_seqlens, 128, 128, sparse=sparse)
+    for gradient in torch.autograd.grad(out.sum(), inputs):
+        assert not gradient[:64].any() and gradient.isfinite().all()

@@ -75,6 +75,7 @@ KEYS = [
     (torch.ones(1, 300).bool(), ValueError, r"expected \(batch or 1, 400\)"),
     (torch.ones(400).bool(), ValueError, "keys has shape"),
     (torch.ones(3, 400).bool(), ValueError, "a batch of 1 or 2"),
+    (torch.ones(0, 400).bool(), ValueError, "a batch of 1 or 2"),
     (torch.ones(1, 400, device="meta").bool(), ValueError, "keys is on meta"),
 ]
 
@@ -84,6 +85,25 @@ def test_masks_of_other_keys_are_refused(keys, kind, message):
     sparse = Sparse.from_mask_function(lambda b, h, q, k: q + b > k, 2, 1, 300, 400)
     with pytest.raises(kind, match=message):
         sparse.with_key_mask(keys)
+
+
+@pytest.mark.parametrize(("given", "message"), [
+    ({"causal": 3}, "causal is 3"), ({"window_size": (1,)}, "window_size is"),
+    ({"window_size": (1.5, 2)}, "window_size is"), ({"window_size": (True, 1)}, "window_size is"),
+])  # fmt: skip
+def test_bands_are_a_flag_and_two_ints(given, message):
+    sparse = Sparse.from_block_map(MAP)
+    for count in (sparse.visible_pairs, sparse.visible_pairs_of_dense):
+        with pytest.raises(TypeError, match=message):
+            count(**given)
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Sparse.from_block_map(MAP), lambda: Sparse.topk(CHOSEN, seqlen_k=384),
+])  # fmt: skip
+def test_printed_in_a_line(make):
+    words = repr(make())
+    assert len(words) < 100 and "384 keys, batch 1" in words and "cpu" in words
 
 
 CALLS = [
