@@ -29,7 +29,7 @@ def errors(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
     """The error of each head's attention in fp8, relative to the head's own size."""
     exact = flash_attn_func(q, k, v, causal=True)
     x = quantize_fp8(q, k, v, **options)
-    out = flash_attn_func(x.q, x.k, x.v, causal=True, **x.descales).float()
+    out = flash_attn_func(x.q, x.k, x.v, causal=True, **x.descales()).float()
     squares = (0, 1, 3)
     return ((out - exact).square().sum(squares) / exact.square().sum(squares)).sqrt()
 

@@ -54,9 +54,9 @@ class Fp8Inputs(NamedTuple):
     k_mean: Tensor | None
     mean_scores: Tensor | None
 
-    @property
     def descales(self) -> Descales:
-        """The descales as arguments of the attention functions."""
+        """The descales as arguments of the attention functions. No property: graphs of torch 2.10
+        read none of a tuple."""
         return Descales(
             q_descale=self.q_descale, k_descale=self.k_descale, v_descale=self.v_descale
         )
@@ -77,7 +77,7 @@ class Fp8Inputs(NamedTuple):
             from flash_cute import flash_attn_func, quantize_fp8
 
             x = quantize_fp8(*torch.randn(3, 2, 100, 8, 64).unbind(), smooth_k=True)
-            out, softmax_lse = flash_attn_func(x.q, x.k, x.v, **x.descales, return_lse=True)
+            out, softmax_lse = flash_attn_func(x.q, x.k, x.v, **x.descales(), return_lse=True)
             softmax_lse = x.corrected_lse(softmax_lse)
         """
         if self.mean_scores is None:
@@ -137,7 +137,7 @@ def quantize_fp8(
     ``torch.use_deterministic_algorithms(True)``.
 
     Returns:
-        An :class:`Fp8Inputs`: pass its ``q``, ``k``, ``v`` and ``**descales`` to
+        An :class:`Fp8Inputs`: pass its ``q``, ``k``, ``v`` and ``**descales()`` to
         :func:`flash_attn_func`, or with ``cu_seqlens_q`` to :func:`flash_attn_varlen_func`.
 
     Raises:
@@ -152,7 +152,7 @@ def quantize_fp8(
         q = torch.randn(2, 100, 8, 64, dtype=torch.bfloat16)
         k, v = torch.randn(2, 2, 300, 4, 64, dtype=torch.bfloat16).unbind()
         x = quantize_fp8(q, k, v, smooth_k=True, hadamard=True)
-        out = flash_attn_func(x.q, x.k, x.v, **x.descales)  # (2, 100, 8, 64), bf16
+        out = flash_attn_func(x.q, x.k, x.v, **x.descales())  # (2, 100, 8, 64), bf16
     """
     _check_tensors(q, k, v, rotary_cos, rotary_sin)
     q, k, v = spellings.copy_if_last_dim_strided(q, k, v)

@@ -31,7 +31,7 @@ def results_follow_the_flags(q: Tensor, cu: Tensor, flag: bool) -> None:
     )
     assert_type(flash_attn_qkvpacked_func(q), Tensor)
     x = quantize_fp8(q, q, q)
-    assert_type(flash_attn_func(x.q, x.k, x.v, **x.descales), Tensor)
+    assert_type(flash_attn_func(x.q, x.k, x.v, **x.descales()), Tensor)
     assert_type(flash_attn_with_kvcache(q, q, q, cache_seqlens=3), Tensor)
     both = flash_attn_with_kvcache(q, q, q, return_softmax_lse=True)
     assert_type(both, tuple[Tensor, Tensor])
