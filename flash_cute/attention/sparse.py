@@ -213,6 +213,12 @@ class DynamicSparseAttention(MultiHeadAttention):
     def explain(self, seqlen: int, is_causal: bool = False) -> str:
         """What a call of ``seqlen`` tokens without a mask does: its blocks, the sparsity, and
         whether it runs dense."""
+        if type(seqlen) is not int or type(is_causal) is not bool:
+            raise TypeError(
+                f"seqlen is {seqlen!r}, and is_causal {is_causal!r}; expected an int and a bool"
+            )
+        if seqlen < 1:
+            raise ValueError(f"seqlen is {seqlen}; expected 1 or more tokens")
         config, causal = self.config, is_causal or self.config.causal
         grid = grid_of(seqlen, causal)
         head = f"{config.sparse_pattern.value}, {seqlen} tokens" + ", causal" * causal

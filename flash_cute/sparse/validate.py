@@ -36,6 +36,13 @@ def length(name: str, x: Any) -> int:
     return x
 
 
+def device(given: Any) -> torch.device:
+    try:
+        return torch.device(given)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device is {given!r}; expected one that torch has") from None
+
+
 def block(sizes: Any) -> tuple[int, int]:
     """Queries and keys of a block."""
     if isinstance(sizes, int):

@@ -302,8 +302,8 @@ class Sparse:
         """
         sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         batch, heads, *seqlens = (check.length(name, x) for name, x in sizes.items())
-        both = (seqlens[0], seqlens[1])
-        codes, masks = mask_function.codes_of_function(fn, batch, heads, both, torch.device(device))
+        both, where = (seqlens[0], seqlens[1]), check.device(device)
+        codes, masks = mask_function.codes_of_function(fn, batch, heads, both, where)
         return cls._of(codes, masks, both, "from_mask_function")
 
     def with_key_mask(self, keys: Tensor) -> Sparse:

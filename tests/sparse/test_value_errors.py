@@ -61,6 +61,7 @@ REFUSED = [
     (Sparse.from_flashmask, (COLUMNS, 1), {}, TypeError, "causal is 1"),
     (Sparse.from_mask_function, (max, 1, 1, 1.5, 3), {}, TypeError, "seqlen_q is 1.5"),
     (Sparse.from_mask_function, (max, 1, -1, 1, 3), {}, ValueError, "heads is -1"),
+    (Sparse.from_mask_function, (max, 1, 1, 1, 3, "foo"), {}, ValueError, "device is 'foo'"),
 ]  # fmt: skip
 
 

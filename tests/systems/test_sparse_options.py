@@ -271,3 +271,12 @@ def test_scores_are_not_stored():
         layer(x).sum().backward()
     events = profile.profiler.kineto_results.events()
     assert max(event.nbytes() for event in events) < 4096**2 * 4 / 3
+
+
+@pytest.mark.parametrize(("given", "error"), [
+    (("a",), TypeError), ((1.5,), TypeError), ((True,), TypeError), ((10, 3), TypeError),
+    ((-1,), ValueError), ((0,), ValueError),
+])  # fmt: skip
+def test_explain_wants_a_number_of_tokens(given, error):
+    with pytest.raises(error, match="seqlen is"):
+        create_sparse_attention(64, 4).explain(*given)
