@@ -92,15 +92,16 @@ class Fp8Widening:
                     f"out_dtype need fp8 q and k; {name} has dtype {x.dtype}"
                 )
             raise TypeError(
-                f"{name} has dtype {x.dtype}; with fp8, q and k are of {_listed(DTYPES)}, and v is "
-                "of these or of 16 bits"
+                f"{name} has dtype {x.dtype}; with fp8, q and k are of {validate.listed(DTYPES)}, "
+                "and v is of these or of 16 bits"
             )
         if v.dtype not in DTYPES and v.dtype not in WIDE_DTYPES:
             raise TypeError(
-                f"v has dtype {v.dtype}; with fp8 q and k it is of {_listed(DTYPES + WIDE_DTYPES)}"
+                f"v has dtype {v.dtype}; with fp8 q and k it is of "
+                f"{validate.listed(DTYPES + WIDE_DTYPES)}"
             )
         if out_dtype is not None and out_dtype not in OUT_DTYPES:
-            raise TypeError(f"out_dtype is {out_dtype}; supported: {_listed(OUT_DTYPES)}")
+            raise TypeError(f"out_dtype is {out_dtype}; supported: {validate.listed(OUT_DTYPES)}")
         for name, given_descale in zip(NAMES, descales, strict=True):
             _check(name, given_descale, q)
         tensors = [x for x in (q, k, v, *descales) if isinstance(x, Tensor)]
@@ -170,10 +171,6 @@ class Fp8Widening:
 
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
-def _listed(dtypes: tuple[torch.dtype, ...]) -> str:
-    return ", ".join(map(str, dtypes))
 
 
 def _check(name: str, x: Descale, q: Tensor) -> None:

@@ -21,7 +21,7 @@ from flash_cute.cpu.kvcache import Rotary
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QK_SCALINGS, V_SCALINGS = ("head", "tensor", "row"), ("head", "tensor", "channel")
-LARGEST = 448.0  # of e4m3
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Descales(TypedDict):
@@ -142,7 +142,7 @@ def quantize_fp8(
 
     Raises:
         TypeError, ValueError: names the argument, what was given and what is supported.
-        NotImplementedError: q, k or v requires grad.
+        NotImplementedError: q, k, v or a rotary table requires grad.
 
     Example::
 

@@ -50,7 +50,7 @@ def scales(*shape: int, power_of_two: bool = False) -> Tensor:
     return torch.exp2((4 * x).round() if power_of_two else x)
 
 
-def of_kind(
+def random_descales(
     kind: str, q: Tensor, k: Tensor, v: Tensor, batch: int, power_of_two: bool = False
 ) -> dict[str, Tensor | float]:
     """Random descales of the given kind, by their arguments' names."""
@@ -103,7 +103,7 @@ def error(out: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("kind", KINDS)
 def test_out_and_lse(device, kind, of_v, causal):
     q, k, v = fp8(2, 70, 6, 64), fp8(2, 90, 2, 64), fp8(2, 90, 2, 48, dtype=of_v)
-    descales = of_kind(kind, q, k, v, 2)
+    descales = random_descales(kind, q, k, v, 2)
     exact = meant(q, k, v, descales)
     expected, expected_lse = attend(*exact, causal)
     q, k, v = (x.to(device) for x in (q, k, v))
@@ -120,7 +120,7 @@ def test_out_and_lse(device, kind, of_v, causal):
 def test_powers_of_two_are_exact(device, of_v):
     """As if the rows had been those numbers in 16 bits."""
     q, k, v = fp8(1, 40, 4, 32), fp8(1, 50, 4, 32), fp8(1, 50, 4, 32, dtype=of_v)
-    descales = of_kind("row", q, k, v, 1, power_of_two=True)
+    descales = random_descales("row", q, k, v, 1, power_of_two=True)
     wide = [x.float().to(device) for x in meant(q, k, v, descales)]
     dtype = torch.float32 if of_v == torch.float16 else torch.bfloat16
     assert all(torch.equal(x.to(dtype).float(), x) for x in wide)
@@ -140,7 +140,7 @@ def test_rows_that_fp16_does_not_hold(device, of_v, power):
     """A scale of the softmax brings the scores back."""
     q, k = fp8(2, 30, 4, 64, dtype=E5M2), fp8(2, 34, 2, 64, dtype=E5M2)
     v = fp8(2, 34, 2, 64, dtype=of_v)
-    descales = of_kind("row", q, k, v, 2)
+    descales = random_descales("row", q, k, v, 2)
     descales = {name: x * 2.0**power for name, x in descales.items()}
     scale = 2.0 ** -(2 * power + 3)
     exact = meant(q, k, v, descales)
@@ -156,7 +156,7 @@ def test_rows_that_fp16_does_not_hold(device, of_v, power):
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_forms(device, kind):
     q, k, v = (fp8(2, 40, 2, 32) for _ in "qkv")
-    descales = on(device, of_kind(kind, q, k, v, 2))
+    descales = on(device, random_descales(kind, q, k, v, 2))
     q, k, v = (x.to(device) for x in (q, k, v))
     options = {"causal": True, "return_lse": True, **descales}
     expected = flash_cute.flash_attn_func(q, k, v, **options)
@@ -174,7 +174,7 @@ def test_varlen_forms(device, kind):
     lengths_q, lengths_k = (20, 0, 7, 13), (30, 0, 0, 17)
     cu_q, cu_k = (torch.tensor([0, *x]).cumsum(0).int() for x in (lengths_q, lengths_k))
     q, k, v = fp8(43, 4, 32), fp8(50, 2, 32), fp8(50, 2, 24)
-    descales = of_kind(kind, q, k, v, 4)
+    descales = random_descales(kind, q, k, v, 4)
     given = [x.to(device) for x in (q, k, v, cu_q, cu_k)]
     out, lse = flash_cute.flash_attn_varlen_func(
         *given, 20, 30, return_lse=True, **on(device, descales)
@@ -245,7 +245,7 @@ def test_descales_of_hidden_rows_may_be_anything(device):
 @pytest.mark.parametrize("seqlen_k", [0, 1, 5])
 def test_short_and_empty(device, seqlen_q, seqlen_k):
     q, k, v = fp8(2, seqlen_q, 4, 16), fp8(2, seqlen_k, 2, 16), fp8(2, seqlen_k, 2, 16)
-    descales = of_kind("all", q, k, v, 2)
+    descales = random_descales("all", q, k, v, 2)
     expected, _ = attend(*meant(q, k, v, descales))
     out = flash_cute.flash_attn_func(*(x.to(device) for x in (q, k, v)), **on(device, descales))
     assert out.shape == q.shape
@@ -256,7 +256,7 @@ def test_short_and_empty(device, seqlen_q, seqlen_k):
 def test_descales_of_other_dtypes(device, dtype):
     """Taken as fp32."""
     q, k, v = (fp8(1, 20, 2, 16).to(device) for _ in "qkv")
-    given = of_kind("all", q, k, v, 1)
+    given = random_descales("all", q, k, v, 1)
     low = {name: x.to(device, dtype) for name, x in given.items()}
     exact = {name: x.float() for name, x in low.items()}
     got = flash_cute.flash_attn_func(q, k, v, **low)
@@ -288,7 +288,7 @@ def test_compiled_with_dynamic_sizes(device):
     with torch.no_grad():
         for seqlen in (20, 33):
             q, k, v = fp8(2, seqlen, 4, 16), fp8(2, seqlen + 3, 2, 16), fp8(2, seqlen + 3, 2, 16)
-            args = [x.to(device) for x in (q, k, v, *of_kind("all", q, k, v, 2).values())]
+            args = [x.to(device) for x in (q, k, v, *random_descales("all", q, k, v, 2).values())]
             assert all(map(torch.equal, compiled(*args), call(*args)))
 
 

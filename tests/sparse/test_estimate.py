@@ -24,7 +24,7 @@ ENOUGH = {"cluster": 0.76 / 0.777, "needle": 0.36 / 0.464, "slash": 0.98, "sink"
 @pytest.mark.parametrize("kind", planted.KINDS)
 def test_a_fifth_of_the_blocks_captures_what_the_best_fifth_does(kind, stride):
     grid, best, found = BlockGrid(planted.SEQLEN, 128, is_causal=True), 0.0, 0.0
-    draws = 16 if kind == "needle" else 3  # the ratio of one draw of needles scatters by 0.05
+    draws = 32 if kind == "needle" else 3  # the ratio of one draw of needles scatters by 0.05
     for q, k in (planted.draw(kind) for _ in range(draws)):
         true = block_mass(q, k, grid)
         estimated = estimated_mass(q, k, grid, stride=stride)
