@@ -31,6 +31,7 @@ from torch import Tensor
 from flash_cute import ops
 from flash_cute.call import validate
 from flash_cute.call.validate import _OF_BOTH, _OF_K, _OF_Q
+from flash_cute.ops.typed import FwdKvcacheCall
 
 _environment = os.environ.get("FLASH_CUTE_CHECK", "")
 if _environment not in ("", "0", "1"):
@@ -267,15 +268,36 @@ def pages(b: int, ids: list[int], length: int, num_blocks: int, page_size: int) 
     return used
 
 
-def cache(
-    k_cache: Tensor,
-    seqlens_new: list[int],
-    cache_seqlens: Tensor | None,
-    cache_batch_idx: Tensor | None,
-    cache_leftpad: Tensor | None,
-    block_table: Tensor | None,
-) -> None:
-    """ValueError for the first index into a key/value cache that the kernels would clamp."""
+def cache(call: FwdKvcacheCall) -> None:
+    """ValueError for the first index of a call over a key/value cache that the kernels would
+    clamp."""
+    if not torch.compiler.is_compiling() and not has_values(call.q):
+        raise NotImplementedError(
+            "check_indices looks at the values of index tensors, which fake, meta and mapped calls "
+            "do not have; leave it False"
+        )
+    queries = _rows(call.q, "cu_seqlens_q", call.cu_seqlens_q, call.max_seqlen_q)
+    new = [0] * len(queries)
+    if call.k is not None:
+        new = _rows(call.k, "cu_seqlens_k_new", call.cu_seqlens_k_new, None)
+    _places(call, new)
+    if call.rotary_cos is not None:
+        steps = call.is_causal or (call.window_size_left, call.window_size_right) != (-1, -1)
+        rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
+        _positions(call, len(call.rotary_cos), rows)
+
+
+def _rows(x: Tensor, name: str, cu_seqlens: Tensor | None, longest: int | None) -> list[int]:
+    """Rows of x that each sequence has; ``name`` is that of its offsets, if there are any."""
+    if cu_seqlens is None:
+        return [x.shape[1]] * len(x)
+    return offsets(name, cu_seqlens.tolist(), len(x), longest)
+
+
+def _places(call: FwdKvcacheCall, seqlens_new: list[int]) -> None:
+    """ValueError for the first index that leaves the caches, or row that two sequences append."""
+    cache_seqlens, cache_batch_idx = call.cache_seqlens, call.cache_batch_idx
+    k_cache, cache_leftpad, block_table = call.k_cache, call.cache_leftpad, call.block_table
     page_size = k_cache.shape[1]
     capacity = page_size * (1 if block_table is None else block_table.shape[1])
     used = [capacity] * len(seqlens_new) if cache_seqlens is None else cache_seqlens.tolist()
@@ -311,12 +333,10 @@ def cache(
                 )
 
 
-def positions(
-    known: int, rows: list[int], cache_seqlens: Tensor | None, rotary_seqlens: Tensor | None
-) -> None:
+def _positions(call: FwdKvcacheCall, known: int, rows: list[int]) -> None:
     """ValueError for the first sequence whose rotated rows exceed the rotary positions."""
-    name = "cache_seqlens" if rotary_seqlens is None else "rotary_seqlens"
-    starts = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+    name = "cache_seqlens" if call.rotary_seqlens is None else "rotary_seqlens"
+    starts = call.cache_seqlens if call.rotary_seqlens is None else call.rotary_seqlens
     assert starts is not None  # rotary embedding is for new keys, which need cache_seqlens
     for b, (start, count) in enumerate(zip(starts.tolist(), rows, strict=True)):
         if count > 0 and not 0 <= start <= known - count:

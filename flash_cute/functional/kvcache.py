@@ -189,17 +189,15 @@ def flash_attn_with_kvcache(
         and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, 0)
         and are_counts(num_splits, split_size)
     )
-    places = (cache_seqlens, cache_batch_idx, cache_leftpad, block_table)
-    joining = (k, v, rotary_cos, rotary_sin, rotary_seqlens)
-    is_default = is_default and is_direct(q, k_cache, v_cache, *places, *joining)
-    is_default = is_default and q.dtype == k_cache.dtype  # others are of 8 bits, or refused
-    if is_default and not needs_grad(q, k_cache, v_cache):
+    if is_default:
         # As in flash_attn_func: a call that the op refuses goes on to the validation below.
         try:
-            qkv, splits = (q, k_cache, v_cache), (num_splits, split_size)
             results = _call_op_unchecked(
-                qkv, joining, places, softmax_scale, causal, rotary_interleaved, splits
-            )
+                (q, k_cache, v_cache),
+                (k, v, rotary_cos, rotary_sin, rotary_seqlens),
+                (cache_seqlens, cache_batch_idx, cache_leftpad, block_table),
+                softmax_scale, causal, rotary_interleaved, (num_splits, split_size),
+            )  # fmt: skip
             if results is not None:
                 return results if return_softmax_lse else results[0]
         except (RuntimeError, TypeError, ValueError) as error:
@@ -235,21 +233,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, left, right, softcap, alibi_slopes, sink, rotary_interleaved,
         num_splits, split_size,
     )  # fmt: skip
-    batch = validate_kvcache.check(call, validate_options.OF_FUNCTIONS, is_quantized)
-    if is_quantized:
-        quantized.check_descales(call, batch, k_descale, v_descale)
-    if cu_seqlens_q is None and max_seqlen_q is not None:
-        validate.length("max_seqlen_q", max_seqlen_q)
-        if max_seqlen_q not in (0, q.shape[1]):
-            raise ValueError(
-                f"max_seqlen_q is {max_seqlen_q}, but q has {q.shape[1]} rows a sequence; it goes "
-                "with cu_seqlens_q"
-            )
-    if not (used is None or isinstance(used, Tensor)):
-        used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
-        call = call._replace(cache_seqlens=used)
-    if q.is_cuda:
-        validate_kvcache.cuda(q, v_cache, sink)
+    call = _validated(call, max_seqlen_q, is_quantized, k_descale, v_descale)
     if check.wanted(q):
         if cu_seqlens_q is None and block_table is None:
             check.dense(q, k_cache)
@@ -257,19 +241,8 @@ def flash_attn_with_kvcache(
         check.padding("cu_seqlens_k_new", cu_seqlens_k_new, k)
     if not check_indices:
         check.over_a_cache(q, cu_seqlens_q, max_seqlen_q, k, cu_seqlens_k_new)
-    if check_indices and not torch.compiler.is_compiling() and not check.has_values(q):
-        raise NotImplementedError(
-            "check_indices looks at the values of index tensors, which fake, meta and mapped calls "
-            "do not have; leave it False"
-        )
     if check_indices or check.wanted(q):
-        queries = _lengths("cu_seqlens_q", q, cu_seqlens_q, batch, max_seqlen_q)
-        new = [0] * batch if k is None else _lengths("cu_seqlens_k_new", k, cu_seqlens_k_new, batch)
-        check.cache(k_cache, new, used, cache_batch_idx, cache_leftpad, block_table)
-        if rotary_cos is not None:
-            steps = causal or (left, right) != (-1, -1)
-            rows = [max(n, s if steps else min(s, 1)) for n, s in zip(new, queries, strict=True)]
-            check.positions(len(rotary_cos), rows, used, rotary_seqlens)
+        check.cache(call)
     if refused:
         _check_vectors(call)
         raise refused.pop()
@@ -280,28 +253,11 @@ def flash_attn_with_kvcache(
         )
     if is_quantized:
         out, softmax_lse = quantized_kvcache.attend(call, k_descale, v_descale, sparse)
-        return (out, softmax_lse) if return_softmax_lse else out
-    if sparse is not None:
+    elif sparse is not None:
         out, softmax_lse = sparse_kvcache.attend(call, sparse)
-        return (out, softmax_lse) if return_softmax_lse else out
-    if plan_log.is_on():
-        plan_log.cache(call)
-    try:
-        out, softmax_lse = run_kvcache(call)
-    except NotImplementedError:
-        raise
-    except RuntimeError as error:
-        if is_refusal(error):
-            _check_vectors(call)
-        raise
+    else:
+        out, softmax_lse = _attend(call)
     return (out, softmax_lse) if return_softmax_lse else out
-
-
-def _check_vectors(call: FwdKvcacheCall) -> None:
-    """Words for the one reason of an op's refusal that has a remedy; to look for it takes long."""
-    if call.q.is_cuda:
-        rotated = call.rotary_cos is not None
-        validate_kvcache.vectors(None if rotated else call.q, call.k_cache, call.v_cache)
 
 
 def _call_op_unchecked(
@@ -313,14 +269,18 @@ def _call_op_unchecked(
     rotary_interleaved: bool,
     splits: tuple[int, int],
 ) -> tuple[Tensor, Tensor] | None:
-    """The op without anything around it; None where rows join caches whose memory validation has
-    to look at."""
+    """The op without anything around it, of q and caches, what joins these, and where it lies; None
+    where validation has to look at the call."""
+    if not is_direct(*caches, *places, *joining) or needs_grad(*caches):
+        return None
+    q, k_cache, v_cache = caches
+    if q.dtype != k_cache.dtype:  # of 8 bits, or refused
+        return None
     score = (softmax_scale, causal, -1, -1, 0.0, None, None)
     k, v, rotary_cos, rotary_sin, rotary_seqlens = joining
     if k is v is rotary_cos is rotary_sin is rotary_seqlens is None:
         with internals.below_autograd():
             return ops.attend_kvcache(*caches, *places, None, 0, *score, *splits)
-    _, k_cache, v_cache = caches
     if k is None or v is None or not are_rows(k, k, v):
         return None
     k_begins, v_begins = k_cache.data_ptr(), v_cache.data_ptr()
@@ -331,6 +291,53 @@ def _call_op_unchecked(
         return None
     rows, sequences = (k, v, rotary_cos, rotary_sin), (None, 0, None, rotary_seqlens)
     return ops.fwd_kvcache(*caches, *rows, *places, *sequences, *score, rotary_interleaved, *splits)
+
+
+def _validated(
+    call: FwdKvcacheCall,
+    max_seqlen_q: int | None,
+    is_quantized: bool,
+    k_descale: Tensor | float | None,
+    v_descale: Tensor | float | None,
+) -> FwdKvcacheCall:
+    """The call after all checks but those of values; one length for all becomes a tensor."""
+    q, used = call.q, call.cache_seqlens
+    batch = validate_kvcache.check(call, validate_options.OF_FUNCTIONS, is_quantized)
+    if is_quantized:
+        quantized.check_descales(call, batch, k_descale, v_descale)
+    if call.cu_seqlens_q is None and max_seqlen_q is not None:
+        validate.length("max_seqlen_q", max_seqlen_q)
+        if max_seqlen_q not in (0, q.shape[1]):
+            raise ValueError(
+                f"max_seqlen_q is {max_seqlen_q}, but q has {q.shape[1]} rows a sequence; it goes "
+                "with cu_seqlens_q"
+            )
+    if not (used is None or isinstance(used, Tensor)):
+        used = torch.full((batch,), used, dtype=torch.int32, device=q.device)
+    if q.is_cuda:
+        validate_kvcache.cuda(q, call.v_cache, call.sink)
+    return call._replace(cache_seqlens=used)
+
+
+def _attend(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
+    """out and softmax_lse of a valid call that the op takes as it is."""
+    if plan_log.is_on():
+        plan_log.cache(call)
+    try:
+        return run_kvcache(call)
+    except NotImplementedError:
+        raise
+    except RuntimeError as error:
+        if is_refusal(error):
+            _check_vectors(call)
+        raise
+
+
+def _check_vectors(call: FwdKvcacheCall) -> None:
+    """Words for the one reason of an op's refusal that has a remedy; to look for it takes long."""
+    if call.q.is_cuda:
+        rotated = call.rotary_cos is not None
+        validate_kvcache.vectors(None if rotated else call.q, call.k_cache, call.v_cache)
 
 
 def flash_attn_combine(
@@ -451,12 +458,3 @@ def kvcache_status(
     if cache_leftpad is not None:
         status += 4 * ((cache_leftpad < 0) | (cache_leftpad > used)).int()
     return status
-
-
-def _lengths(
-    name: str, x: Tensor, cu_seqlens: Tensor | None, batch: int, longest: int | None = None
-) -> list[int]:
-    """Rows of x that each sequence has, by offsets that are looked into; ``name`` is theirs."""
-    if cu_seqlens is None:
-        return [x.shape[1]] * batch
-    return check.offsets(name, cu_seqlens.tolist(), len(x), longest)
