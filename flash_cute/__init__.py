@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from flash_cute import check, mha
 from flash_cute.call.rng import rng_state
-from flash_cute.functional.kvcache import kvcache_status
+from flash_cute.functional.cache_status import kvcache_status
 from flash_cute.functional.quantize import quantize_fp8
 from flash_cute.tiled import FlashAttention, flash_attention_backward, flash_attention_forward
 from flash_cute.tiled.sizes import estimate_memory_usage, get_optimal_block_sizes
@@ -24,8 +24,9 @@ if TYPE_CHECKING:  # the same functions, with results by the flags of a call
     )
     from flash_cute.sparse import Sparse
 else:
+    from flash_cute.functional.combine import flash_attn_combine
     from flash_cute.functional.dense_varlen import flash_attn_func, flash_attn_varlen_func
-    from flash_cute.functional.kvcache import flash_attn_combine, flash_attn_with_kvcache
+    from flash_cute.functional.kvcache import flash_attn_with_kvcache
     from flash_cute.functional.packed import (
         flash_attn_kvpacked_func,
         flash_attn_qkvpacked_func,

@@ -16,8 +16,8 @@ from torch import Tensor
 from flash_cute.call import validate
 from flash_cute.compat import calls
 from flash_cute.compat.flash_attn_3_raw import _flash_attn_backward, _flash_attn_forward  # noqa: F401
+from flash_cute.functional import combine, kvcache
 from flash_cute.functional import dense_varlen as functional
-from flash_cute.functional import kvcache
 from flash_cute.functional import packed as functional_packed
 
 
@@ -138,7 +138,7 @@ def flash_attn_combine(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """:func:`flash_cute.flash_attn_combine`: (out, softmax_lse)."""
-    return kvcache.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
+    return combine.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
 
 
 @calls.raises_as_flash_attn

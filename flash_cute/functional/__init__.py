@@ -5,15 +5,13 @@ heads, dim), or (total, heads, dim) for sequences of different lengths laid end 
 validates once and runs one op of ``torch.ops.flash_cute``.
 """
 
+from flash_cute.functional.cache_status import kvcache_status
+from flash_cute.functional.combine import flash_attn_combine
 from flash_cute.functional.dense_varlen import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
-from flash_cute.functional.kvcache import (
-    flash_attn_combine,
-    flash_attn_with_kvcache,
-    kvcache_status,
-)
+from flash_cute.functional.kvcache import flash_attn_with_kvcache
 from flash_cute.functional.packed import (
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,

@@ -8,8 +8,6 @@ not ``qv``, ``q_descale``, ``attention_chunk``, nor how its kernels are schedule
 
 from __future__ import annotations
 
-import math
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +18,6 @@ from flash_cute import check, ops
 from flash_cute.call import spellings, validate
 from flash_cute.call.refusal import is_refusal
 from flash_cute.call.validate import kvcache as validate_kvcache
-from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
 from flash_cute.call.validate import quantized_kvcache as quantized
 from flash_cute.functional import quantized_kvcache, sparse_kvcache
@@ -338,123 +335,3 @@ def _check_vectors(call: FwdKvcacheCall) -> None:
     if call.q.is_cuda:
         rotated = call.rotary_cos is not None
         validate_kvcache.vectors(None if rotated else call.q, call.k_cache, call.v_cache)
-
-
-def flash_attn_combine(
-    out_partial: Tensor,
-    lse_partial: Tensor,
-    out: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    return_lse: bool = True,
-) -> Any:
-    """The attention over all keys, from those over parts of them.
-
-    Args:
-        out_partial: fp32 (parts, .., dim), e.g. (parts, batch, seqlen, heads, dim); any strides.
-        lse_partial: fp32 (parts, ..), natural log. A part whose lse is -inf weighs nothing,
-            whatever its out holds.
-        out: tensor for the result; None allocates it.
-        out_dtype: fp16, bf16 or fp32; None is that of ``out``, else fp32.
-        return_lse: also return the log-sum-exp over all parts.
-
-    Returns:
-        out (.., dim), and as asked lse fp32 (..).
-
-    Raises:
-        TypeError, ValueError: see :func:`flash_cute.call.validate.kvcache.partials`.
-        RuntimeError: an argument requires gradients, in grad mode.
-
-    Example::
-
-        import torch
-        from flash_cute import flash_attn_combine, flash_attn_func
-
-        q, k, v = torch.randn(3, 2, 100, 8, 64).unbind()
-        halves = zip(k.chunk(2, dim=1), v.chunk(2, dim=1))
-        parts = [flash_attn_func(q, *half, return_lse=True) for half in halves]
-        outs, lses = (torch.stack(tensors) for tensors in zip(*parts))
-        out, lse = flash_attn_combine(outs, lses.transpose(2, 3))
-        torch.testing.assert_close(out, flash_attn_func(q, k, v))
-    """
-    if out is not None:
-        validate.tensor("out", out)
-        out_dtype = out.dtype if out_dtype is None else out_dtype
-    validate.flag("return_lse", return_lse)
-    validate_kvcache.partials(out_partial, lse_partial, out_dtype)
-    parts, *lead, dim = out_partial.shape
-    rows = math.prod(lead)
-    partial_rows = (out_partial.reshape(parts, rows, dim), lse_partial.reshape(parts, rows))
-    result, lse = ops.combine(*(x.contiguous() for x in partial_rows), out_dtype)
-    with nullcontext() if torch.compiler.is_compiling() else internals.below_versions():
-        result, lse = result.view(*lead, dim), lse.view(lead)  # as no views, which may be written
-    if out is not None:
-        validate_ops.output("out", out, result)
-        result = out.copy_(result)
-    return (result, lse) if return_lse else result
-
-
-def kvcache_status(
-    k_cache: Tensor,
-    cache_seqlens: int | Tensor | None,
-    seqlen_new: int | Tensor = 0,
-    cache_batch_idx: Tensor | None = None,
-    cache_leftpad: Tensor | None = None,
-    block_table: Tensor | None = None,
-) -> Tensor:
-    """What :func:`flash_attn_with_kvcache` clamps in a call with these arguments, without waiting.
-
-    Args:
-        seqlen_new: rows of k, one number for all or int32 (batch,).
-        k_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table: those of the call,
-            which says what they may be; only their kinds are looked at here.
-
-    Returns:
-        int32 (batch,), or (batch_cache,) if no argument has an entry a sequence. For each the sum
-        of 1 if its length or what joins does not fit the cache, 2 if its page or row of the cache
-        does not exist, 4 if its padding exceeds its length; 0 where nothing is clamped.
-
-    Example::
-
-        import torch
-        from flash_cute import kvcache_status
-
-        k_cache = torch.zeros(2, 1024, 8, 64)
-        lengths = torch.tensor([500, 1024], dtype=torch.int32)  # the second is full
-        assert kvcache_status(k_cache, lengths, seqlen_new=1).tolist() == [0, 1]
-    """
-    validate.tensor("k_cache", k_cache)
-    if k_cache.dim() != 4 or (block_table is not None and block_table.dim() != 2):
-        raise ValueError(
-            f"k_cache has {k_cache.dim()} dimensions, expected 4; block_table, if given, has 2"
-        )
-    for name, x in (("cache_seqlens", cache_seqlens), ("seqlen_new", seqlen_new)):
-        is_int = isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
-        if not (is_int or isinstance(x, Tensor) or (x is None and name == "cache_seqlens")):
-            raise TypeError(f"{name} is {validate.kind_of(x)}; expected an int or an int32 tensor")
-        fits = not isinstance(x, (int, torch.SymInt)) or validate.allowed(
-            abs(x) <= validate.INT64_MAX
-        )
-        if not fits:
-            raise ValueError(f"{name} does not fit int64; expected a length")
-    if not isinstance(seqlen_new, Tensor):
-        validate.count("seqlen_new", seqlen_new)
-    num_blocks, page_size = k_cache.shape[:2]
-    capacity = page_size * (1 if block_table is None else block_table.shape[1])
-    asked = capacity if cache_seqlens is None else cache_seqlens
-    if not isinstance(asked, Tensor):
-        others = (seqlen_new, cache_batch_idx, cache_leftpad, block_table)
-        batch = next((len(x) for x in others if isinstance(x, Tensor)), num_blocks)
-        asked = torch.full((batch,), asked, device=k_cache.device)
-    asked = asked.long()
-    used = asked.clamp(0, capacity)  # as the kernels take it
-    length = (used + seqlen_new).clamp(max=capacity)
-    status = ((asked < 0) | (asked + seqlen_new > capacity)).int()
-    pages = None if cache_batch_idx is None else cache_batch_idx[:, None]
-    if block_table is not None:
-        first_rows = torch.arange(block_table.shape[1], device=length.device) * page_size
-        pages = block_table.masked_fill(first_rows >= length[:, None], 0)
-    if pages is not None:
-        status += 2 * ((pages < 0) | (pages >= num_blocks)).any(-1).int()
-    if cache_leftpad is not None:
-        status += 4 * ((cache_leftpad < 0) | (cache_leftpad > used)).int()
-    return status

@@ -1,0 +1,75 @@
+"""What kernels over a key/value cache clamp, as a tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from flash_cute.call import validate
+
+
+def kvcache_status(
+    k_cache: Tensor,
+    cache_seqlens: int | Tensor | None,
+    seqlen_new: int | Tensor = 0,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> Tensor:
+    """What :func:`flash_attn_with_kvcache` clamps in a call with these arguments, without waiting.
+
+    Args:
+        seqlen_new: rows of k, one number for all or int32 (batch,).
+        k_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table: those of the call,
+            which says what they may be; only their kinds are looked at here.
+
+    Returns:
+        int32 (batch,), or (batch_cache,) if no argument has an entry a sequence. For each the sum
+        of 1 if its length or what joins does not fit the cache, 2 if its page or row of the cache
+        does not exist, 4 if its padding exceeds its length; 0 where nothing is clamped.
+
+    Example::
+
+        import torch
+        from flash_cute import kvcache_status
+
+        k_cache = torch.zeros(2, 1024, 8, 64)
+        lengths = torch.tensor([500, 1024], dtype=torch.int32)  # the second is full
+        assert kvcache_status(k_cache, lengths, seqlen_new=1).tolist() == [0, 1]
+    """
+    validate.tensor("k_cache", k_cache)
+    if k_cache.dim() != 4 or (block_table is not None and block_table.dim() != 2):
+        raise ValueError(
+            f"k_cache has {k_cache.dim()} dimensions, expected 4; block_table, if given, has 2"
+        )
+    for name, x in (("cache_seqlens", cache_seqlens), ("seqlen_new", seqlen_new)):
+        is_int = isinstance(x, (int, torch.SymInt)) and not isinstance(x, bool)
+        if not (is_int or isinstance(x, Tensor) or (x is None and name == "cache_seqlens")):
+            raise TypeError(f"{name} is {validate.kind_of(x)}; expected an int or an int32 tensor")
+        fits = not isinstance(x, (int, torch.SymInt)) or validate.allowed(
+            abs(x) <= validate.INT64_MAX
+        )
+        if not fits:
+            raise ValueError(f"{name} does not fit int64; expected a length")
+    if not isinstance(seqlen_new, Tensor):
+        validate.count("seqlen_new", seqlen_new)
+    num_blocks, page_size = k_cache.shape[:2]
+    capacity = page_size * (1 if block_table is None else block_table.shape[1])
+    asked = capacity if cache_seqlens is None else cache_seqlens
+    if not isinstance(asked, Tensor):
+        others = (seqlen_new, cache_batch_idx, cache_leftpad, block_table)
+        batch = next((len(x) for x in others if isinstance(x, Tensor)), num_blocks)
+        asked = torch.full((batch,), asked, device=k_cache.device)
+    asked = asked.long()
+    used = asked.clamp(0, capacity)  # as the kernels take it
+    length = (used + seqlen_new).clamp(max=capacity)
+    status = ((asked < 0) | (asked + seqlen_new > capacity)).int()
+    pages = None if cache_batch_idx is None else cache_batch_idx[:, None]
+    if block_table is not None:
+        first_rows = torch.arange(block_table.shape[1], device=length.device) * page_size
+        pages = block_table.masked_fill(first_rows >= length[:, None], 0)
+    if pages is not None:
+        status += 2 * ((pages < 0) | (pages >= num_blocks)).any(-1).int()
+    if cache_leftpad is not None:
+        status += 4 * ((cache_leftpad < 0) | (cache_leftpad > used)).int()
+    return status
