@@ -2,8 +2,7 @@
 
 Arguments are those of flash-attn 2.8's function of the same name, in its order, and by keyword
 those that FlashAttention-3's has on top for chunks of prompts, other rotary positions, pages and
-caches of 8 bits:
-not ``qv``, ``q_descale``, ``attention_chunk``, nor how its kernels are scheduled.
+caches of 8 bits: not ``qv``, ``q_descale``, ``attention_chunk``, nor how its kernels are scheduled.
 """
 
 from __future__ import annotations
