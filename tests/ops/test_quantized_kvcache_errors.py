@@ -1,0 +1,91 @@
+"""What calls over 8-bit caches refuse, before anything is written, and what they warn of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from eight_bits import DTYPES, E4M3, INT8, bits
+from quantized_caches import BF16, good
+from torch import Tensor
+
+import flash_cute
+from flash_cute import Sparse
+from flash_cute.functional import quantized_kvcache
+
+
+def tokens(*shape: int) -> Tensor:
+    return torch.ones(shape or (3, 4, 2))
+
+
+SHARED = tokens()
+ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "e5m2": (
+        {n: torch.zeros(3, 4, 2, 8).to(torch.float8_e5m2) for n in ("k_cache", "v_cache")},
+        TypeError, "k_cache has torch.float8_e5m2.*supported: both of q's dtype, or both of one",
+    ),
+    "uint8": ({n: torch.zeros(3, 4, 2, 8).byte() for n in ("k_cache", "v_cache")}, TypeError,
+              "k_cache has torch.uint8"),
+    "mixed": ({"v_cache": torch.zeros(3, 4, 2, 8).to(INT8)}, TypeError,
+              "v_cache torch.int8; supported: both"),
+    "half": ({"v_cache": torch.zeros(3, 4, 2, 8).to(BF16)}, TypeError, "v_cache torch.bfloat16"),
+    "16_bits": ({n: torch.zeros(3, 4, 2, 8).to(BF16) for n in ("k_cache", "v_cache")}, ValueError,
+                "k_descale is given, and the caches have torch.bfloat16"),
+    "fp8_q": ({"q": lambda a: a["q"].to(E4M3)}, TypeError, "q has dtype torch.float8_e4m3fn"),
+    "fp8_k": ({"k": lambda a: a["k"].to(E4M3)}, TypeError, "dtypes differ: q has torch.bfloat16"),
+    "int8_k": ({"dtype": INT8, "k_descale": None}, ValueError, "k_descale is None; caches of"),
+    "int8_v": ({"dtype": INT8, "v_descale": None}, ValueError, "v_descale is None; caches of"),
+    "zero": ({"k_descale": 0.0}, ValueError, "k_descale is 0.0; expected a positive number"),
+    "inf": ({"v_descale": float("inf")}, ValueError, "v_descale is inf"),
+    "text": ({"v_descale": "1"}, TypeError, "v_descale is str; expected a number or a tensor"),
+    "bool": ({"v_descale": True}, TypeError, "v_descale is bool"),
+    "bf16": ({"k_descale": torch.ones(2).to(BF16)}, TypeError, "k_descale has dtype torch.bfloat"),
+    "double": ({"k_descale": torch.ones(2).double()}, TypeError, "expected torch.float32"),
+    "length": ({"k_descale": torch.ones(3)}, ValueError, r"k_descale has shape \(3,\); expected"),
+    "of_q": ({"v_descale": torch.ones(2, 4)}, ValueError, r"\(batch, heads_k\), \(2, 2\)"),
+    "rows": ({"v_descale": torch.ones(3, 5, 2)}, ValueError, r"dimension, \(3, 4, 2\)"),
+    "device": ({"k_descale": torch.ones(2, device="meta")}, ValueError, "k_descale is on meta"),
+    "expanded": ({"k_descale": torch.ones(1).expand(3, 4, 2)}, ValueError, "k_descale has elem"),
+    "shared": ({"k_descale": SHARED, "v_descale": SHARED}, ValueError, "v_descale share memory"),
+    "views": ({"k_descale": SHARED[:], "v_descale": SHARED[:]}, ValueError, "share memory"),
+    "gradient": ({"q": torch.ones(2, 1, 4, 8).to(BF16).requires_grad_()}, RuntimeError,
+                 "requires grad"),
+    "trained": ({"k_descale": torch.ones(2).requires_grad_()}, RuntimeError, "requires grad"),
+    "q_descale": ({"q_descale": 1.0}, NotImplementedError, "q_descale is given"),
+    "sparse": ({"sparse": 3}, TypeError, "sparse is int"),
+    "slopes": ({"sparse": Sparse.topk(torch.zeros(2, 1, 2, 1).int(), 4, seqlen_k=4),
+                "alibi_slopes": torch.ones(4)}, NotImplementedError, "alibi_slopes and sparse"),
+    "sizes": ({"k": torch.zeros(2, 1, 2, 16).to(BF16)}, ValueError, "k has shape"),
+    "full": ({"cache_seqlens": 4}, ValueError, "too small"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_come_before_anything_is_written(name):
+    changes, error, match = ERRORS[name]
+    arguments = good(**changes)
+    kept = {n: x.clone() for n, x in arguments.items() if isinstance(x, Tensor)}
+    with pytest.raises(error, match=match):
+        flash_cute.flash_attn_with_kvcache(**arguments)
+    for n, x in kept.items():
+        if x.device.type == "cpu":
+            assert torch.equal(
+                bits(x.detach().contiguous()), bits(arguments[n].detach().contiguous())
+            )
+
+
+def test_the_call_is_good():
+    for dtype in DTYPES:
+        arguments = good(dtype, k_descale=tokens(), v_descale=tokens())
+        flash_cute.flash_attn_with_kvcache(**arguments)
+        assert bits(arguments["k_cache"]).any()
+
+
+def test_a_copy_is_said_once(cuda):
+    arguments = {n: x.to(cuda) if isinstance(x, Tensor) else x for n, x in good().items()}
+    quantized_kvcache._say.cache_clear()
+    with pytest.warns(UserWarning, match="no kernel reads a cache of torch.float8_e4m3fn") as said:
+        for _ in range(2):
+            flash_cute.flash_attn_with_kvcache(**arguments)
+    assert sum("no kernel reads" in str(x.message) for x in said) == 1
