@@ -93,20 +93,23 @@ __global__ void __launch_bounds__(kThreads)
     all += counts[i][lane];
     all_whole += wholes[i][lane];
   }
-  if (!exists) return;
   const int64_t list = (number * table.columns + column) * (1 + table.rows);
   each([&](int row, int code) {
     ++place;
     p.lists[list + place] = {row, code};
     p.ranks[list + place] = p.numbers[first_of_table + int64_t(row) * table.columns];
   });
-  if (warp == 0) {
+  if (exists && warp == 0) {
     p.lists[list] = head_of_list(all, all_whole == all);
     p.ranks[list] = 0;
   }
-  for (int i = 1 + all + warp; i <= table.rows; i += kWarps) {
-    p.lists[list + i] = {};
-    p.ranks[list + i] = 0;
+  // The rest of each list, which a warp writes as one piece.
+  for (int of_lane = warp; of_lane < min(32, table.columns - (column - lane)); of_lane += kWarps) {
+    const int64_t first = list + int64_t(of_lane - lane) * (1 + table.rows);
+    for (int i = 1 + __shfl_sync(~0u, all, of_lane) + lane; i <= table.rows; i += 32) {
+      p.lists[first + i] = {};
+      p.ranks[first + i] = 0;
+    }
   }
 }
 
