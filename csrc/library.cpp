@@ -85,6 +85,7 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
   m.def("tile_lists(Tensor codes, SymInt capacity) -> Tensor");
   m.def("transposed_tile_lists(Tensor lists, SymInt tiles) -> (Tensor lists, Tensor ranks)");
+  m.def("pooled_softmax(Tensor scores, Tensor seen, float scale, SymInt queries, SymInt keys) -> Tensor");
   m.def("kernels() -> str");
   m.def("limit_kernels(str lines) -> str");
   m.def("set_calibration(str lines) -> str");
@@ -129,6 +130,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CUDA, m) {
   m.impl("combine", &guarded<&combine>);
   m.impl("tile_lists", &guarded<&tile_lists>);
   m.impl("transposed_tile_lists", &guarded<&transposed_tile_lists>);
+  m.impl("pooled_softmax", &guarded<&pooled_softmax>);
   m.impl("lab_forward", &guarded<&lab_forward>);
   m.impl("lab_forward_timed", &guarded<&lab_forward_timed>);
 }

@@ -21,6 +21,7 @@ void combine(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
 void tile_lists(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void transposed_tile_lists(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void pooled_softmax(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
 void lab_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void lab_forward_timed(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);

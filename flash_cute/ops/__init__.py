@@ -20,6 +20,7 @@ from flash_cute.ops import (
     cpu_kernels,
     fakes,
     flops,
+    pooled_softmax,
     sharding,
     tile_lists,
     vmap,
@@ -67,5 +68,15 @@ __all__ = [
 ]
 
 _library = torch.library.Library("flash_cute", "IMPL")
-for _layer in (fakes, autograd, cpu_kernels, vmap, autocast, flops, sharding, tile_lists):
+for _layer in (
+    fakes,
+    autograd,
+    cpu_kernels,
+    vmap,
+    autocast,
+    flops,
+    sharding,
+    tile_lists,
+    pooled_softmax,
+):
     _layer.register(_library)

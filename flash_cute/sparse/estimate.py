@@ -96,7 +96,8 @@ def extremes(
         k = torch.cat((k, k[:, -1:].expand(-1, room, -1, -1)), 1)
     runs = k.unflatten(1, (-1, keys))
     if lengths is None:
-        return runs.amax(2).transpose(1, 2), runs.amin(2).transpose(1, 2)
+        smallest, largest = torch.aminmax(runs, dim=2)
+        return largest.transpose(1, 2), smallest.transpose(1, 2)
     hidden = grid.padding(k.device, lengths)[..., None, None]
     none = hidden[:, ::keys].transpose(1, 2)
     hidden = hidden.unflatten(1, (-1, keys))
@@ -122,22 +123,19 @@ def _pooled_softmax(
     batch, heads_k = keys.shape[:2]
     a, b = (x.shape[2] // grid.blocks for x in (queries, keys))
     queries = queries.unflatten(1, (heads_k, -1)).flatten(0, 1)  # (.., group, ..)
-    transposed = (keys * scale).flatten(0, 1).mT
+    transposed = keys.flatten(0, 1).mT
+    seen = grid.seen(a, b, keys.device, lengths)
     step = _blocks_at_once(len(queries) * queries.shape[1] * a * keys.shape[2], grid, keys.device)
     parts = []
     for start in range(0, grid.blocks, step):
         stop = min(start + step, grid.blocks)
-        seen = stop if grid.is_causal else grid.blocks  # blocks of keys
-        rows = queries[:, :, a * start : a * stop]
-        scores = _products(rows.flatten(1, 2), transposed[..., : b * seen])
-        scores = scores.view(batch, heads_k, -1, rows.shape[2], b * seen)
-        _hide(scores, grid, a, b, start, lengths)
-        shares = scores.softmax(-1).unflatten(3, (-1, a))
-        of_keys = _mean_of_queries(shares, grid, start, lengths)  # before the sum, of less
-        of_blocks = of_keys.unflatten(-1, (-1, b)).sum(-1)
-        if seen < grid.blocks:
-            of_blocks = F.pad(of_blocks, (0, grid.blocks - seen))
-        parts.append(of_blocks)
+        blocks = stop if grid.is_causal else grid.blocks  # of keys
+        rows = slice(a * start, a * stop)
+        scores = _products(queries[:, :, rows].flatten(1, 2), transposed[..., : b * blocks])
+        scores = scores.view(batch, heads_k, -1, a * (stop - start), b * blocks)
+        seen_by_rows = seen[:, rows].contiguous()
+        part: Tensor = torch.ops.flash_cute.pooled_softmax(scores, seen_by_rows, scale, a, b)
+        parts.append(F.pad(part, (0, grid.blocks - blocks)) if blocks < grid.blocks else part)
     return torch.cat(parts, 2) if len(parts) > 1 else parts[0]
 
 
@@ -155,39 +153,3 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
     if x.is_cuda and x.dtype == y.dtype and x.dtype in (torch.float16, torch.bfloat16):
         return torch.bmm(x, y, out_dtype=torch.float32)
     return torch.bmm(x.float(), y.float())
-
-
-def _hide(
-    scores: Tensor, grid: BlockGrid, a: int, b: int, start: int, lengths: Tensor | None
-) -> None:
-    """Writes -inf where no pair of two runs of tokens is visible, in ``scores`` (batch, heads,
-    group, rows, keys) of ``a`` runs of queries and ``b`` of keys a block, from block ``start`` on.
-    """
-    rows, keys = scores.shape[-2:]
-    run_q, run_k = grid.block // a, grid.block // b  # tokens
-    if grid.is_causal:  # hides what is behind the end, too: runs of keys hold whole ones of queries
-        first = start * grid.block + run_q
-        next_query = torch.arange(first, first + rows * run_q, run_q, device=scores.device)
-        key = torch.arange(0, keys * run_k, run_k, device=scores.device)
-        scores.masked_fill_(key >= next_query.unsqueeze(-1), -torch.inf)
-    elif not grid.is_full() and lengths is None:
-        scores[..., -(-grid.seqlen // run_k) :] = -torch.inf
-    if lengths is not None:
-        padding = grid.padding(scores.device, lengths)[:, : keys * run_k : run_k]
-        scores.masked_fill_(padding[:, None, None, None], -torch.inf)
-
-
-def _mean_of_queries(shares: Tensor, grid: BlockGrid, start: int, lengths: Tensor | None) -> Tensor:
-    """The mean over the group and those of ``shares`` (batch, heads, group, rows, a, keys) that
-    hold a token, of rows of blocks from ``start`` on."""
-    if grid.is_full(lengths):
-        return shares.mean((2, 4))
-    group, rows, a = shares.shape[2:5]
-    run, stop = grid.block // a, start + rows
-    if lengths is not None:
-        padding = grid.padding(shares.device, lengths).unflatten(1, (-1, grid.block))
-        shares.masked_fill_(padding[:, None, None, start:stop, ::run, None], 0)
-    elif stop == grid.blocks:
-        shares[:, :, :, -1, -(-(grid.seqlen % grid.block) // run) :] = 0
-    held = grid.runs(a, shares.device, lengths)[:, None, start:stop, None]
-    return shares.sum((2, 4)) / (group * held)

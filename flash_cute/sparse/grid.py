@@ -82,6 +82,20 @@ class BlockGrid:
         padding = self.padding(device, lengths)[:, :: self.block // count]
         return (~padding).unflatten(1, (-1, count)).sum(-1).clamp(min=1)
 
+    @made_once
+    def seen(
+        self, queries: int, keys: int, device: torch.device, lengths: Tensor | None = None
+    ) -> Tensor:
+        """int32 (1 or batch, blocks * queries): how many runs of keys, ``keys`` a block, each run of
+        queries sees, ``queries`` a block, from the first on; 0 if it holds no token."""
+        run_q, run_k = self.block // queries, self.block // keys
+        first = torch.arange(self.blocks * queries, device=device) * run_q
+        whole = self.seqlen if lengths is None else lengths.long().view(-1, 1)
+        seen = first.new_zeros(1) + (whole + run_k - 1) // run_k
+        if self.is_causal:
+            seen = torch.minimum(seen, (first + run_q + run_k - 1) // run_k)
+        return torch.where(first < whole, seen, 0).int().view(-1, len(first))
+
 
 def grid_of(seqlen: int, is_causal: bool) -> BlockGrid:
     """The blocks that patterns choose from: of 128 x 128 from 4096 tokens on, of 64 x 64 from 1024
