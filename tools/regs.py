@@ -35,9 +35,9 @@ SPILLS = {
 # backward the threads that load spill, which have 40.
 SPILLS_OF_LISTS = {
     ("forward", "Rich", 128): 16,
-    ("backward", "Plain", 64): 16,
-    ("backward", "Plain", 128): 48,
-    ("backward", "Rich", 128): 40,
+    ("backward", "Plain", 64): 40,
+    ("backward", "Plain", 128): 76,
+    ("backward", "Rich", 128): 48,
     ("backward_2cta", "Plain", 192): 8,
     ("backward_2cta", "Plain", 256): 32,
     ("backward_2cta", "Rich", 192): 12,

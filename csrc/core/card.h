@@ -61,10 +61,11 @@ struct Card {
     double product_us;  // time of one of the products of a step, per query, key and column
     double worthwhile;  // splits of all tiles are used if they take at most this fraction of the time without splits
     double worthwhile_last;  // the same for splits of only the last wave's tiles
-    double throttled_l2;  // size of queries, dO and dQ, relative to L2, above which CTAs are throttled
+    double shared_l2;  // size of queries, dO and dQ, relative to L2, above which CTAs stay near each other
     int stored_keys;  // if a query sees up to so many keys, the first tile stores its dQ instead of adding to zeros
     int stored_keys_pair;  // stored_keys of the 2-CTA backward
     int alternating_columns;  // the most columns of dQ, over all heads whose tiles alternate
+    int listed_heads;  // heads whose tiles alternate in deterministic sparse calls
     int alternating_tiles;  // tiles over all heads whose tiles alternate, on Ampere
   } backward;
 
@@ -116,10 +117,11 @@ inline constexpr Card kH200 = {
                  .product_us = 4.2e-7,
                  .worthwhile = 0.95,
                  .worthwhile_last = 0.99,
-                 .throttled_l2 = 1.28,
+                 .shared_l2 = 1.28,
                  .stored_keys = 4096,
                  .stored_keys_pair = 512,
                  .alternating_columns = 3072,
+                 .listed_heads = 4,
                  .alternating_tiles = 256},
     .l2_kept = 0.64,
 };

@@ -67,7 +67,7 @@ JsonObject describe(const BwdPlan& plan) {
       .text("dq_accumulate", order == DqAccumulate::Atomic        ? "atomic"
                              : order == DqAccumulate::FirstStores ? "first_stores"
                                                                   : "serialized");
-  if (plan.resident > 0) all.flag("l2_throttle", plan.l2_throttle).raw("key_order", describe(plan.order).str());
+  if (plan.resident > 0) all.flag("shares_l2", plan.shares_l2).raw("key_order", describe(plan.order).str());
   return all;
 }
 

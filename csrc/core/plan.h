@@ -52,7 +52,7 @@ struct BwdPlan {
   bool sums_of_splits = false;  // dK and dV go through the workspace: to be combined, or not to be rounded
   DqAccumulate dq_accumulate = DqAccumulate::Atomic;
   KeyOrder order;
-  bool l2_throttle = false;  // CTAs that run ahead wait for the others
+  bool shares_l2 = false;  // CTAs that run ahead wait for the others; over lists, they start where the others are
   int resident = 0;          // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
 };
 

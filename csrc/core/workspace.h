@@ -37,7 +37,7 @@ struct BwdWorkspace {
   RowStats row_dot{};         // softmax_d / rules.gradient_scale(), 0 where a row does not exist
   float* dq_accum = nullptr;  // [b, h, rows, dq_columns() of the kernel], each block of rows in an order of its own
   // [b, h, rows / block_m, warps]: key tiles that have added to a query tile (Serialized), or 1 once the first has
-  // stored (FirstStores). Atomic: element 0 is the L2 throttle's step counter.
+  // stored (FirstStores). Atomic: element 0 counts the steps, or parts of walks, of all CTAs that share L2.
   int* dq_semaphores = nullptr;
   // Partial sums of dK, then dV, in accumulator order: [slabs, splits, kSlabRows], head_dim + head_dim_v numbers each.
   // Slabs are those of the split tiles, or of packed sequences [h_k, rows / kSlabRows].

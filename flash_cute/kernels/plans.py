@@ -49,7 +49,7 @@ class Plan:
     splits_of_queries: int = 1
     whole_tiles: int = 0  # backward: tiles of keys that are not split, before those that are
     dq_accumulate: str | None = None  # backward: "atomic", "first_stores" or "serialized"
-    l2_throttle: bool = False  # Hopper's backward: CTAs that run ahead wait for the others
+    shares_l2: bool = False  # Hopper's backward: CTAs stay near each other on long walks
     key_order: KeyOrder | None = None  # of Hopper's backward
     ctas: int | None = None  # decode
     cluster: int = 1  # decode: CTAs that share the keys of a tile of queries

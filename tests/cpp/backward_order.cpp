@@ -46,7 +46,7 @@ BwdProblem draw_problem(Draw& draw, const KernelConfig& config) {
 }
 
 DqAccumulate dq_accumulate_of(const KernelConfig& config, const BwdProblem& p) {
-  return dq_accumulate(config, p, needs_l2_throttle(config, p, kGpu));
+  return dq_accumulate(config, p, shares_l2(config, p, kGpu));
 }
 
 KeyOrder order_of(const KernelConfig& config, const BwdProblem& p) {
@@ -133,7 +133,7 @@ TEST_CASE("sums are serialized if they must be deterministic, and only then") {
     CAPTURE(config.id());
     CAPTURE(p);
     CHECK((order == DqAccumulate::Serialized) == p.deterministic);
-    CHECK(!(needs_l2_throttle(config, p, kGpu) && uses_semaphore(order)));  // they share their memory
+    CHECK(!(shares_l2(config, p, kGpu) && uses_semaphore(order)));  // they share their memory
     CHECK((!order_of(config, p).late_first || uses_semaphore(order)));
     seen.insert(order);
   }

@@ -209,6 +209,21 @@ std::vector<StripBits> strips_of_masks(const ListCase& c) {
   return strips;
 }
 
+void check_walk(Draw& draw) {
+  ListCase c(draw, false);
+  const int tile = draw.from(0, tiles_of(c.seq.k.length) - 1);
+  auto tiles = QueryList<64, kTileSide>::of(c.p, c.seq, {tile, tile * kTileSide, 0, 0});
+  if (tiles.empty()) return;
+  tiles.start = draw.from(0, tiles.entries() - 1);
+  std::vector<int> walked;
+  for (int n = 0; n < tiles.end; ++n) walked.push_back(tiles.walked(n));
+  CHECK(walked.front() == 2 * tiles.start);
+  const auto first = std::ranges::find(walked, 0);
+  CHECK(std::ranges::is_sorted(walked.begin(), first));
+  std::ranges::rotate(walked, first);
+  for (int n = 0; n < tiles.end; ++n) CHECK(walked[n] == n);
+}
+
 void check_strips(Draw& draw) {
   ListCase c(draw, true);
   c.p.band = {};
@@ -285,6 +300,11 @@ TEST_CASE("lists of query tiles hold each visible pair once") {
     check_queries<64>(draw);
     check_queries<128>(draw);
   }
+}
+
+TEST_CASE("a walk from any entry on meets each query tile once, in order, and wraps around") {
+  Draw draw;
+  for (int i = 0; i < 400; ++i) check_walk(draw);
 }
 
 TEST_CASE("strips of query tiles hold each visible pair once, and nothing that sees no key") {

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from planned import plan
 
 from flash_cute import Sparse, flash_attn_func, flash_attn_varlen_func, kernels, ops, reference
 from flash_cute.attention import SparsePattern, create_sparse_attention
 from flash_cute.functional import gathered
 from flash_cute.native import library
+from flash_cute.reference.masks import listed
 from flash_cute.sparse.lists import tile_lists, tiles_of
 from flash_cute.testing.cases import Case, VarlenCase, make_inputs
 from flash_cute.testing.kernels import parse
@@ -220,6 +222,43 @@ def test_lists_are_those_of_the_cpu(cuda):
         strict=True,
     ):
         assert torch.equal(x.cpu(), y)
+
+
+def gradients_in_fp64(q, k, v, dout, shown):
+    """dq, dk, dv of (1, seqlen, 1, dim), some queries at a time; ``shown`` (seqlen_q, seqlen_k)."""
+    q, k, v, dout = (x[0, :, 0].double() for x in (q, k, v, dout))
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+    for rows in torch.arange(len(q), device=q.device).split(8192):
+        scores = (scale * q[rows] @ k.T).masked_fill(~shown[rows], -torch.inf)
+        shares = scores.softmax(-1).nan_to_num(0)
+        of_shares = dout[rows] @ v.T
+        of_scores = shares * (of_shares - (shares * of_shares).sum(-1, keepdim=True))
+        dq[rows] = scale * of_scores @ k
+        dk += scale * of_scores.T @ q[rows]
+        dv += shares.T @ dout[rows]
+    return (x[None, :, None] for x in (dq, dk, dv))
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["whole", "strips"])
+@pytest.mark.parametrize("deterministic", [False, True], ids=["any_order", "deterministic"])
+def test_backward_of_long_walks(cuda, masked, deterministic):
+    """Walks that start where the others are, by tiles and by strips."""
+    seqlen_q, seqlen_k, dim = 70_001, 1500, 128
+    shapes = ((1, n, 1, dim) for n in (seqlen_q, seqlen_k, seqlen_k, seqlen_q))
+    q, k, v, dout = (torch.randn(x, device=cuda, dtype=torch.bfloat16) for x in shapes)
+    sparse = random_lists(1, 1, (seqlen_q, seqlen_k), 0.3, masked)
+    sizes = (1, 1, 1, seqlen_q, seqlen_k, dim, dim)
+    planned = plan("bwd", *sizes, lists=True, deterministic=deterministic)
+    assert planned.shares_l2 != deterministic
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    out = flash_attn_func(*inputs, sparse=sparse, deterministic=deterministic)
+    shown = listed(sparse.tile_lists, sparse.tile_bits, seqlen_q, seqlen_k)[0, 0]
+    expected = list(gradients_in_fp64(*(x.detach() for x in inputs), dout, shown))
+    for _ in range(3):
+        got = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+        for x, y in zip(got, expected, strict=True):
+            check(x, y, UNIT[torch.bfloat16])
 
 
 @pytest.mark.parametrize("causal", [False, True])

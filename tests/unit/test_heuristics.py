@@ -155,6 +155,14 @@ def test_backward_of_sparse_calls_is_hoppers_alone():
     assert plan("bwd", *sizes, lists=True, gpu="a100") is None
 
 
+def test_deterministic_walks_over_lists_are_of_four_heads_at_a_time():
+    """Fewer tiles of one head run at once, and fewer wait for each other."""
+    sizes, options = (1, 8, 8, 32768, 32768, 128, 128), {"deterministic": True}
+    assert plan("bwd", *sizes, lists=True, **options).key_order.heads_together == 4
+    assert plan("bwd", *sizes, lists=True).key_order.heads_together == 1
+    assert plan("bwd", *sizes, **options).key_order.heads_together == 1
+
+
 CAUSAL = {"right": 0}
 
 
@@ -236,20 +244,20 @@ def test_the_preferred_kernel_is_within_3_percent_of_the_fastest(cuda, name):
     assert ms["pick"] <= 1.03 * min(ms.values()), ms
 
 
-def is_throttled(*sizes, **options):
-    return plan("bwd", *sizes, **options).l2_throttle
+def shares_l2(*sizes, **options):
+    return plan("bwd", *sizes, **options).shares_l2
 
 
-def test_only_long_walks_are_throttled():
+def test_only_long_walks_share_l2():
     """Above 64 MB of queries, dO and sums of dQ of a kv head, in dense calls without a mask that
-    are not deterministic."""
+    are not deterministic, sparse or not."""
     sizes = (1, 64, 8, 8193, 8192, 128, 128)
-    assert is_throttled(*sizes)
-    assert not is_throttled(1, 64, 8, 8192, 8192, 128, 128)
-    assert is_throttled(1, 1, 1, 65537, 64, 128, 128)
-    assert is_throttled(1, 64, 8, 16385, 16385, 64, 64)
-    assert not is_throttled(1, 64, 8, 16384, 16384, 64, 64)
-    assert is_throttled(*sizes, left=8192, right=8193)
+    assert shares_l2(*sizes)
+    assert not shares_l2(1, 64, 8, 8192, 8192, 128, 128)
+    assert shares_l2(1, 1, 1, 65537, 64, 128, 128)
+    assert shares_l2(1, 64, 8, 16385, 16385, 64, 64)
+    assert not shares_l2(1, 64, 8, 16384, 16384, 64, 64)
+    assert shares_l2(*sizes, left=8192, right=8193)
     for options in (
         {"right": 0},
         {"right": 8191},
@@ -257,8 +265,12 @@ def test_only_long_walks_are_throttled():
         {"varlen": True},
         {"deterministic": True},
     ):
-        assert not is_throttled(*sizes, **options)
-    assert not is_throttled(1, 64, 8, 32768, 32768, 256, 256)  # pairs of CTAs
+        assert not shares_l2(*sizes, **options)
+    assert not shares_l2(1, 64, 8, 32768, 32768, 256, 256)  # pairs of CTAs
+    assert shares_l2(*sizes, lists=True)
+    assert not shares_l2(1, 64, 8, 8192, 8192, 128, 128, lists=True)
+    assert not shares_l2(*sizes, lists=True, deterministic=True)
+    assert not shares_l2(*sizes, lists=True, right=0)
 
 
 @pytest.mark.parametrize(
@@ -363,8 +375,8 @@ def test_order_of_keys(sizes, options, by_default, serialized):
         assert dataclasses.astuple(order) == expected
 
 
-def test_serialized_adds_are_never_throttled():
-    """Semaphores and the throttle's counter are in the same memory."""
+def test_serialized_adds_never_share_l2():
+    """Semaphores and the counter of those that do are in the same memory."""
     seen = set()
     for seqlen_q, seqlen_k, right, deterministic in itertools.product(
         (4096, 70_000), (512, 8192), (-1, 0), (False, True)
@@ -372,7 +384,7 @@ def test_serialized_adds_are_never_throttled():
         sizes = (1, 8, 8, seqlen_q, seqlen_k, 128, 128)
         options = {"right": right, "deterministic": deterministic}
         found = plan("bwd", *sizes, **options)
-        seen.add((found.dq_accumulate, found.l2_throttle))
+        seen.add((found.dq_accumulate, found.shares_l2))
     assert seen == {
         ("atomic", False),
         ("atomic", True),

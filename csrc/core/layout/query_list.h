@@ -16,6 +16,7 @@ struct QueryList : TileRange {
   RowSpan seeing_all;  // queries to which the band shows all the keys
   int last_first_query;  // of the sequence's last tile
   const int* ranks;  // of the entries: TileLists::ranks
+  int start = 0;  // the entry at which a walk starts; after the last entry it goes on with the first
 
   FC_HOST_DEVICE static QueryList of(const FwdProblem& p, const SeqInfo& seq, const KeyTile& keys) {
     const RowSpan queries = seeing_queries(seq, p.band, keys.row, kBlockN);
@@ -32,6 +33,13 @@ struct QueryList : TileRange {
                     p.lists.ranks == nullptr ? nullptr : p.lists.ranks + (list.entries - p.lists.ptr)};
     if (tiles.end > 0 && tiles.part(tiles.end - 1) > tiles.last_first_query) --tiles.end;
     return tiles;
+  }
+
+  FC_HOST_DEVICE int entries() const { return detail::ceil_div(end, kParts); }
+  // The number that is `n`th of a walk from `start` on.
+  FC_HOST_DEVICE int walked(int n) const {
+    const int turned = n + start * kParts;
+    return turned < end ? turned : turned - end;
   }
 
   FC_HOST_DEVICE TileCode code(int n) const { return list.code(n / kParts); }

@@ -63,6 +63,7 @@ struct WarpPairs {
   static constexpr uint32_t kAllKeys = 0xffff;
   uint32_t keys[kWords];  // of query 32 w + lane: a bit a key
 
+  WarpPairs() = default;
   // `key`: the warp's first in the tile of the list. query_of(i): row in its tile of the list, and code of this, of query i
   // of the step.
   template <class QueryOf>

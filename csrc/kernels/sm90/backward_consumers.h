@@ -264,7 +264,9 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     constexpr bool kReadsListsEarly = C.walks_lists() && !C.rich();  // under products; rules need the registers
     [[maybe_unused]] const auto pairs = [&] {
       if constexpr (kReadsListsEarly) {
-        return pairs_of_step();
+        WarpPairs<C.block_m> pairs;
+        if (!step.full) pairs = pairs_of_step();
+        return pairs;
       } else {
         return pairs_of_step;
       }

@@ -25,17 +25,17 @@ int64_t bytes_of_query(const FwdProblem& f) {
 
 }  // namespace
 
-bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
+bool shares_l2(const KernelConfig& config, const BwdProblem& p, const Device& gpu) {
   const FwdProblem& f = p.fwd;
-  if (two_cta(config) || p.deterministic || !f.dense() || f.lists.on()) return false;
+  if (two_cta(config) || p.deterministic || !f.dense()) return false;
   if (hides_early_keys(f) || hides_late_keys(f)) return false;
-  return double(bytes_of_query(f)) * f.seqlen_q > kCard.backward.throttled_l2 * gpu.l2_bytes;
+  return double(bytes_of_query(f)) * f.seqlen_q > kCard.backward.shared_l2 * gpu.l2_bytes;
 }
 
-DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool l2_throttle) {
+DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool shares_l2) {
   const FwdProblem& f = p.fwd;
   if (p.deterministic) return DqAccumulate::Serialized;
-  if (l2_throttle || f.lists.on()) return DqAccumulate::Atomic;
+  if (shares_l2 || f.lists.on()) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
   int64_t seen = f.seqlen_k;  // keys that a query sees, on average
   if (is_masked) {
@@ -71,6 +71,8 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
     const int64_t of_head = bytes_of_query(f) * std::max(1, f.seqlen_q);
     heads = static_cast<int>(std::clamp<int64_t>(cached / of_head, 1, heads));
   }
+  // Walks over lists meet at random: the fewer tiles of a head run at once, the fewer wait.
+  if (serialized && f.lists.on()) heads = std::max(heads, kCard.backward.listed_heads);
 
   const int hidden = f.seqlen_k - 1 - f.band.left;  // keys that the last query does not see
   const bool inside = serialized ? hidden <= f.seqlen_k / 4 : !hides_early_keys(f);
@@ -87,13 +89,13 @@ BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& 
   QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
   if (p.fwd.lists.on()) splits = {};  // the lengths of lists are not known
   if (p.fp32_gradients && splits.whole_tiles > 0) splits = {};  // all tiles are split, or none
-  const bool l2_throttle = needs_l2_throttle(config, p, gpu);
-  const DqAccumulate order = dq_accumulate(config, p, l2_throttle);
+  const bool shares = shares_l2(config, p, gpu);
+  const DqAccumulate order = dq_accumulate(config, p, shares);
   return {.splits = splits,
           .sums_of_splits = splits.count() > 1 || p.fp32_gradients,
           .dq_accumulate = order,
           .order = key_order(config, p, splits, order, gpu),
-          .l2_throttle = l2_throttle,
+          .shares_l2 = shares,
           .resident = resident(config, gpu)};
 }
 

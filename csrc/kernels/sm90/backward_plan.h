@@ -13,13 +13,13 @@ namespace flash_cute::sm90 {
 QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms);
 
 // Zeros cost a pass at memory speed. FirstStores saves it if queries see few keys; with many keys all tiles would go
-// at the first one's pace (sooner so with GQA under a mask, and in windows). The L2 throttle excludes semaphores: both
+// at the first one's pace (sooner so with GQA under a mask, and in windows). CTAs that share L2 have no semaphores: both
 // use BwdWorkspace::dq_semaphores.
-DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool l2_throttle);
+DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool shares_l2);
 
-// Whether CTAs are throttled to stay near each other: tiles of equal length that walk through more queries, dO and dQ
-// than L2 holds. The 2-CTA backward and serialized sums do not gain by it.
-bool needs_l2_throttle(const KernelConfig& config, const BwdProblem& p, const Device& gpu);
+// Whether CTAs stay near each other (L2Throttle; over lists MeanPosition): tiles of equal length that walk through more
+// queries, dO and dQ than L2 holds. The 2-CTA backward and serialized sums do not gain by it.
+bool shares_l2(const KernelConfig& config, const BwdProblem& p, const Device& gpu);
 
 // docs/kernels/backward_order.md has the reasons.
 KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QuerySplits& splits, DqAccumulate order,

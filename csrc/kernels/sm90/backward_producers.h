@@ -4,6 +4,7 @@
 #include "kernels/common/pdl.h"
 #include "kernels/sm90/backward_strips.h"
 #include "kernels/sm90/l2_throttle.h"
+#include "kernels/sm90/mean_position.h"
 
 namespace flash_cute::sm90 {
 
@@ -18,7 +19,7 @@ class Loader {
 
  public:
   CUTE_DEVICE Loader(const BackwardParams& params, Storage& storage)
-      : params_(params), storage_(storage), throttle_(params) {}
+      : params_(params), storage_(storage), sharing_(params) {}
 
   CUTE_DEVICE void operator()(const WorkOf<C>& work) {
     const BwdParams& p = params_.p;
@@ -33,10 +34,10 @@ class Loader {
       if constexpr (kValues) {
         load_written_steps(work, first_query);
       } else {
-        if (C.rich() || p.strips == nullptr) {
-          write_tiles(work, first_query);
-        } else {
+        if (has_strips<C>(p, work)) {
           write_strips(work, first_query);
+        } else {
+          write_tiles(work, first_query);
         }
         if (at_.count < written_) load_step(work, first_query, storage_.steps[at_.count % T::kSteps]);
       }
@@ -44,7 +45,7 @@ class Loader {
       for (QueryStep step = work.first_step(), next; step.head < work.heads; step = next, at_.advance()) {
         const int head = work.first_head + step.head, row = work.queries.first_query(step.m);
         next = work.after(step);
-        if constexpr (!kValues) throttle_.step(at_.count);
+        if constexpr (!kValues) sharing_.step(at_.count);
         pipeline().producer_acquire(at_);
         if constexpr (!kValues) {
           storage_.steps[at_.stage()] = {row, head, work.queries.full(step.m), next.head >= work.heads};
@@ -93,18 +94,23 @@ class Loader {
 
   // Steps of tiles of queries, in the order of the work.
   CUTE_DEVICE void write_tiles(const WorkOf<C>& work, int first_query) {
+    int steps = 0;
     for (QueryStep at = work.first_step(), next; at.head < work.heads; at = next) {
       next = work.after(at);
-      const int row = work.queries.first_query(at.m), lane = threadIdx.x % 32;
-      write(work, first_query, {row, work.first_head + at.head, work.queries.full(at.m), next.head >= work.heads}, at.m,
-            true, {row + lane * kStripRows, work.queries.code(at.m)});
+      const int m = work.queries.walked(at.m), row = work.queries.first_query(m), lane = threadIdx.x % 32;
+      write(work, first_query, {row, work.first_head + at.head, work.queries.full(m), next.head >= work.heads}, m, true,
+            {row + lane * kStripRows, work.queries.code(m)});
+      sharing_.move(steps, steps + 1, work.steps());
+      ++steps;
     }
   }
 
   // Steps of strips, each with all heads.
   CUTE_DEVICE void write_strips(const WorkOf<C>& work, int first_query) {
     for (StripWalk<C> walk(params_.p, work); !walk.ended();) {
+      const int passed = walk.passed();
       const Strip strip = walk.take();
+      sharing_.move(passed, walk.passed(), work.queries.entries());
       constexpr uint32_t kLanes = (1u << StepOf<C>::kStrips) - 1;
       auto all = [&](bool of_lane) { return (__ballot_sync(~0u, of_lane) & kLanes) == kLanes; };
       const int row = __shfl_sync(~0u, strip.row, 0);
@@ -209,7 +215,7 @@ class Loader {
   PipelineState<C.stages> at_;
   uint32_t written_ = 0;  // steps that are described
   uint32_t phase_ = 0;  // of landed
-  L2Throttle throttle_;
+  std::conditional_t<kTakesStrips<C>, MeanPosition, L2Throttle> sharing_;
 };
 
 // The thread, or warp, that loads K and Q also fetches key tiles and describes them to the other roles.
@@ -236,8 +242,11 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
        number = take()) {
     storage.pipeline_work.producer_acquire(at);
     if (leads<C>()) new (&storage.work[at.stage()]) WorkOf<C>(params.p, params.splits, C.block_n, number);
-    if constexpr (kTakesStrips<C>) __syncwarp();  // after this barrier the work is described
     auto& work = storage.work[at.stage()];
+    if constexpr (kTakesStrips<C>) {
+      if (leads<C>()) work.queries.start = MeanPosition(params).start(work.queries.entries());
+      __syncwarp();  // after this barrier the work is described
+    }
     if (work.tile.row >= work.seq.k.length) continue;
     if constexpr (kTakesStrips<C>) drop_without_strips<C>(params.p, work);
     publish(work);
@@ -248,7 +257,7 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
   if (leads<C>()) end.tile.row = -1;
   publish(end);
   wait_on_dependent_grids();  // no CTA may exit earlier: the next kernel waits for this one only
-  L2Throttle(params).finish();
+  if constexpr (!kTakesStrips<C>) L2Throttle(params).finish();
   launch_dependent_grids();
 }
 

@@ -55,11 +55,14 @@ class StripWalk {
   static constexpr int kStrips = StepOf<C>::kStrips;
 
  public:
-  CUTE_DEVICE StripWalk(const BwdParams& p, const WorkOf<C>& work) : p_(p), work_(work), next_(work.queries.begin / 2) {
-    load();
-  }
+  CUTE_DEVICE StripWalk(const BwdParams& p, const WorkOf<C>& work) : p_(p), work_(work) { load(); }
 
   CUTE_DEVICE bool ended() const { return taken_ >= count_; }
+
+  // How many entries the taken strips have come from, or passed over.
+  CUTE_DEVICE int passed() const {
+    return min(next_ - 32 + __popc(__ballot_sync(~0u, before_ < taken_)), work_.queries.entries());
+  }
 
   // The strips of a step, in the first lanes.
   CUTE_DEVICE Strip take() {
@@ -71,7 +74,7 @@ class StripWalk {
       if (i == threadIdx.x % 32) from = 31 - __clz(lanes);
     }
     const uint32_t bits = __shfl_sync(~0u, bits_, from);
-    const int entry = next_ - 32 + from, place = number - __shfl_sync(~0u, before_, from);
+    const int entry = walked(next_ - 32 + from), place = number - __shfl_sync(~0u, before_, from);
     const bool exists = number < count_;
     Strip strip{-1, {0}};
     if (exists) strip = ListedStrips(work_.queries.list, entry, bits & 0xff, bits >> 8).strip(place);
@@ -84,9 +87,9 @@ class StripWalk {
   // The next 32 entries of which one has strips, if there are any.
   CUTE_DEVICE void load() {
     taken_ = count_ = 0;
-    for (; count_ == 0 && 2 * next_ < work_.queries.end; next_ += 32) {
+    for (; count_ == 0 && next_ < work_.queries.entries(); next_ += 32) {
       const int lane = threadIdx.x % 32;
-      const ListedStrips listed(p_.fwd.lists, p_.strips, work_.queries, next_ + lane, work_.seq.q.length);
+      const ListedStrips listed(p_.fwd.lists, p_.strips, work_.queries, walked(next_ + lane), work_.seq.q.length);
       bits_ = listed.some | listed.all << 8;
       const int own = __popc(listed.some);
       int sum = own;
@@ -100,18 +103,33 @@ class StripWalk {
     }
   }
 
+  // The entry that is `n`th of the walk, or one past the end.
+  CUTE_DEVICE int walked(int n) const {
+    const int entries = work_.queries.entries(), turned = n + work_.queries.start;
+    return n < entries && turned >= entries ? turned - entries : turned;
+  }
+
   const BwdParams& p_;
   const WorkOf<C>& work_;
-  int next_;  // the entry after the 32
+  int next_ = 0;  // of the walk, the entry after the 32
   uint32_t bits_ = 0;  // of the lane's entry: which strips see some, and from bit 8 on, which see all
   int before_ = 0;  // strips of the entries of the lanes before
   int taken_ = 0, count_ = 0;  // strips of the 32 entries
 };
 
+// Whether a work's steps are strips of any tiles of its list. A list of whole tiles has no queries to leave out.
+template <KernelConfig C>
+CUTE_DEVICE bool has_strips(const BwdParams& p, const WorkOf<C>& work) {
+  if (C.rich() || p.strips == nullptr) return false;
+  const KeyTile& tile = work.tile;
+  const int head = tile.head * (p.fwd.heads / p.fwd.heads_k);
+  return first_entry(p.fwd.lists, tile.batch, head, tile.index)->code != TileCode::kWhole;
+}
+
 // Empties the list of a work whose entries have no strips.
 template <KernelConfig C>
 CUTE_DEVICE void drop_without_strips(const BwdParams& p, WorkOf<C>& work) {
-  if (C.rich() || p.strips == nullptr) return;
+  if (!has_strips<C>(p, work)) return;
   const bool none = StripWalk<C>(p, work).ended();
   if (none && leads<C>()) work.queries.end = work.queries.begin;
   // After this barrier the warp has read the list.

@@ -16,7 +16,7 @@ class L2Throttle {
 
  public:
   CUTE_DEVICE explicit L2Throttle(const BackwardParams& params)
-      : all_steps_(params.p.l2_throttle ? params.p.dq_semaphores : nullptr) {}
+      : all_steps_(params.p.shares_l2 ? params.p.dq_semaphores : nullptr) {}
 
   // Called after each step of this CTA.
   CUTE_DEVICE void step(uint32_t steps) {
