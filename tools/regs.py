@@ -37,6 +37,7 @@ SPILLS_OF_LISTS = {
     ("forward", "Rich", 128): 16,
     ("backward", "Plain", 64): 40,
     ("backward", "Plain", 128): 76,
+    ("backward", "Rich", 64): 8,
     ("backward", "Rich", 128): 48,
     ("backward_2cta", "Plain", 192): 8,
     ("backward_2cta", "Plain", 256): 32,

@@ -34,7 +34,10 @@ FEATURES = {
     "fp8 q, k and v, forward": (_WIDENED, _WIDENED),
     "head dims, of v its own": ("any", "1 to {largest}"),
     "backward": (YES, YES),
-    "bitwise repeatable": (YES, "out, dk and dv; all with `deterministic=True`"),
+    "bitwise repeatable": (
+        YES,
+        "out, dk and dv (but of long sparse calls); all with `deterministic=True`",
+    ),
     "causal mask, sliding window, grouped-query heads": (YES, YES),
     "packed and varlen, `seqused_q`, `seqused_k`": (YES, YES),
     "paged keys and values (`block_table`), forward": (YES, YES),

@@ -26,11 +26,12 @@ def _pooled(scores: Tensor, seen: Tensor, scale: float, queries: int, keys: int)
     that sees none takes no part.
     """
     _check(scores, seen, queries, keys)
-    columns = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
-    hidden = (columns >= seen[..., None])[:, None, None]  # (batch or 1, 1, 1, rows, columns)
-    scores = scores * scale
-    if hidden.any():
-        scores = scores.masked_fill_(hidden, -torch.inf)
+    if scale != 1:
+        scores = scores * scale
+    if (seen < scores.shape[-1]).any():
+        columns = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
+        hidden = (columns >= seen[..., None])[:, None, None]  # (batch or 1, 1, 1, rows, columns)
+        scores = scores.masked_fill(hidden, -torch.inf)
     shares = scores.softmax(-1)
     taking_part = (seen > 0)[:, None, None]
     if not taking_part.all():

@@ -123,6 +123,8 @@ def _pooled_softmax(
     batch, heads_k = keys.shape[:2]
     a, b = (x.shape[2] // grid.blocks for x in (queries, keys))
     queries = queries.unflatten(1, (heads_k, -1)).flatten(0, 1)  # (.., group, ..)
+    if not keys.is_cuda:  # where a pass over the scores costs more
+        keys, scale = keys * scale, 1.0
     transposed = keys.flatten(0, 1).mT
     seen = grid.seen(a, b, keys.device, lengths)
     step = _blocks_at_once(len(queries) * queries.shape[1] * a * keys.shape[2], grid, keys.device)
