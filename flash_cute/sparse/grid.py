@@ -86,9 +86,8 @@ class BlockGrid:
     def seen(
         self, queries: int, keys: int, device: torch.device, lengths: Tensor | None = None
     ) -> Tensor:
-        """int32 (1 or batch, blocks * queries): with ``queries`` and ``keys`` runs of tokens a block,
-        how many runs of keys each run of queries sees, from the first on; 0 if it holds no
-        token."""
+        """int32 (1 or batch, blocks * queries): of ``keys`` runs of keys a block, how many each run
+        of queries sees, from the first on; 0 if it holds no token."""
         run_q, run_k = self.block // queries, self.block // keys
         first = torch.arange(self.blocks * queries, device=device) * run_q
         whole = self.seqlen if lengths is None else lengths.long().view(-1, 1)
