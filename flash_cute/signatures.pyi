@@ -392,6 +392,7 @@ def flash_attn_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
@@ -418,6 +419,7 @@ def flash_attn_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -444,6 +446,7 @@ def flash_attn_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: Literal[True],
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
@@ -471,6 +474,7 @@ def flash_attn_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -497,6 +501,7 @@ def flash_attn_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: bool = False,
     **others: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor | None, ...]: ...
@@ -525,6 +530,7 @@ def flash_attn_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
@@ -552,6 +558,7 @@ def flash_attn_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -579,6 +586,7 @@ def flash_attn_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: Literal[True],
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
@@ -607,6 +615,7 @@ def flash_attn_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -634,6 +643,7 @@ def flash_attn_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: bool = False,
     **others: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor | None, ...]: ...
@@ -665,6 +675,7 @@ def flash_attn_varlen_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
@@ -695,6 +706,7 @@ def flash_attn_varlen_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -725,6 +737,7 @@ def flash_attn_varlen_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: Literal[True],
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
@@ -756,6 +769,7 @@ def flash_attn_varlen_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -786,6 +800,7 @@ def flash_attn_varlen_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: bool = False,
     **others: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor | None, ...]: ...
@@ -821,6 +836,7 @@ def flash_attn_varlen_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> Tensor: ...
 @overload
@@ -855,6 +871,7 @@ def flash_attn_varlen_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -889,6 +906,7 @@ def flash_attn_varlen_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: Literal[True],
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor]: ...
@@ -924,6 +942,7 @@ def flash_attn_varlen_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Unpack[Keywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
@@ -958,6 +977,7 @@ def flash_attn_varlen_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     return_softmax_lse: bool = False,
     **others: Unpack[Keywords],
 ) -> Tensor | tuple[Tensor | None, ...]: ...

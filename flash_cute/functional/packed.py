@@ -1,6 +1,7 @@
 """The attention functions of packed tensors: qkv, or q and kv, in one.
 
-They are :mod:`flash_cute.functional`'s, but that backward fills one gradient of the packed tensor.
+They are :mod:`flash_cute.functional`'s, but that backward fills one gradient of the packed tensor,
+except in sparse calls, whose gradients autograd puts together.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from flash_cute.functional.dense_varlen import flash_attn_func, flash_attn_varle
 from flash_cute.functional.run import Result, run
 from flash_cute.ops import autocast
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
+from flash_cute.sparse.value import Sparse
 
 
 def flash_attn_kvpacked_func(
@@ -42,6 +44,7 @@ def flash_attn_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Any,
 ) -> Result:
     """:func:`flash_attn_func` of q and kv (batch, seqlen_k, 2, heads_k, dim).
@@ -67,6 +70,7 @@ def flash_attn_kvpacked_func(
             return_attn_probs, sink=sink, generator=generator, rng=rng, return_lse=return_lse,
             return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
+            sparse=sparse,
         )  # fmt: skip
     q, kv = spellings.copy_if_last_dim_strided(*autocast.cast(q, kv))
     validate.packed("kv", kv, 5, 2, q)
@@ -77,7 +81,10 @@ def flash_attn_kvpacked_func(
         q, k, v, softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
     )  # fmt: skip
-    return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=kv)
+    return run(
+        call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=kv,
+        sparse=sparse,
+    )  # fmt: skip
 
 
 def flash_attn_qkvpacked_func(
@@ -103,6 +110,7 @@ def flash_attn_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Any,
 ) -> Result:
     """:func:`flash_attn_func` of qkv (batch, seqlen, 3, heads, dim).
@@ -128,6 +136,7 @@ def flash_attn_qkvpacked_func(
             return_attn_probs, sink=sink, generator=generator, rng=rng, return_lse=return_lse,
             return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
+            sparse=sparse,
         )  # fmt: skip
     (qkv,) = spellings.copy_if_last_dim_strided(*autocast.cast(qkv))
     validate.packed("qkv", qkv, 5, 3)
@@ -138,7 +147,10 @@ def flash_attn_qkvpacked_func(
         q, k, v, softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
     )  # fmt: skip
-    return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=qkv)
+    return run(
+        call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=qkv,
+        sparse=sparse,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -172,6 +184,7 @@ def flash_attn_varlen_kvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Any,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of q and kv (total_k, 2, heads_k, dim).
@@ -197,6 +210,7 @@ def flash_attn_varlen_kvpacked_func(
             zero_tensors=zero_tensors, sink=sink, generator=generator, rng=rng,
             return_lse=return_lse, return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
+            sparse=sparse,
         )  # fmt: skip
     q, kv = spellings.copy_if_last_dim_strided(*autocast.cast(q, kv))
     max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
@@ -210,7 +224,10 @@ def flash_attn_varlen_kvpacked_func(
         *spellings.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
         return_attn_probs, return_max_logits,
     )  # fmt: skip
-    return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=kv)
+    return run(
+        call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=kv,
+        sparse=sparse,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -240,6 +257,7 @@ def flash_attn_varlen_qkvpacked_func(
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     out_dtype: torch.dtype | None = None,
+    sparse: Sparse | None = None,
     **others: Any,
 ) -> Result:
     """:func:`flash_attn_varlen_func` of qkv (total, 3, heads, dim), sequences shared by all.
@@ -266,6 +284,7 @@ def flash_attn_varlen_qkvpacked_func(
             zero_tensors=zero_tensors, sink=sink, generator=generator, rng=rng,
             return_lse=return_lse, return_rng=return_rng, return_max_logits=return_max_logits,
             q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, out_dtype=out_dtype,
+            sparse=sparse,
         )  # fmt: skip
     (qkv,) = spellings.copy_if_last_dim_strided(*autocast.cast(qkv))
     max_seqlen = spellings.integer(max_seqlen)
@@ -279,4 +298,7 @@ def flash_attn_varlen_qkvpacked_func(
         *spellings.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
         return_attn_probs, return_max_logits,
     )  # fmt: skip
-    return run(call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=qkv)
+    return run(
+        call, return_lse=return_lse, return_rng=return_rng, generator=generator, packed=qkv,
+        sparse=sparse,
+    )  # fmt: skip

@@ -172,7 +172,8 @@ def _attend(
             return op(*call)
     if kept is not None and is_eager:
         return kept.attend(call), None, None, None
-    if packed is not None and packed.requires_grad and is_eager and not call.return_row_max:
+    is_plain = is_eager and call.tile_lists is None and not call.return_row_max
+    if packed is not None and packed.requires_grad and is_plain:
         separate_q = call.q if packed.shape[-3] == 2 else None
         out, softmax_lse, probs = PackedAttention.apply(packed, separate_q, call.sink, call)
         return out, softmax_lse, None, probs
