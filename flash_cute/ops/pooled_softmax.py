@@ -3,6 +3,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +13,7 @@ from torch import Tensor
 def register(library: torch.library.Library) -> None:
     torch.library.register_fake("flash_cute::pooled_softmax", _room, lib=library)
     library.impl("pooled_softmax", _pooled, "CPU")
+    torch.library.register_vmap("flash_cute::pooled_softmax", _mapped, lib=library)
 
 
 def _room(scores: Tensor, seen: Tensor, scale: float, queries: int, keys: int) -> Tensor:
@@ -40,6 +44,32 @@ def _pooled(scores: Tensor, seen: Tensor, scale: float, queries: int, keys: int)
     of_blocks = of_queries.unflatten(-1, (-1, keys)).sum(-1)
     count = taking_part[:, :, 0].unflatten(-1, (-1, queries)).sum(-1) * scores.shape[2]
     return of_blocks / count.clamp(min=1)[..., None]
+
+
+def _mapped(
+    info: Any,
+    in_dims: Sequence[int | None],
+    scores: Tensor,
+    seen: Tensor,
+    scale: float,
+    queries: int,
+    keys: int,
+) -> tuple[Tensor, int]:
+    """The rule of ``torch.vmap``: samples become part of the batch."""
+    samples: int = info.batch_size
+    of_scores, of_seen = in_dims[:2]
+    if of_scores is None:
+        scores = scores.expand(samples, *scores.shape)
+    else:
+        scores = scores.movedim(of_scores, 0)
+    batch = scores.shape[1]
+    if of_seen is not None:
+        seen = seen.movedim(of_seen, 0).expand(-1, batch, -1).flatten(0, 1)
+    elif len(seen) > 1:
+        seen = seen.repeat(samples, 1)
+    folded = scores.flatten(0, 1).contiguous(), seen.contiguous()
+    result: Tensor = torch.ops.flash_cute.pooled_softmax(*folded, scale, queries, keys)
+    return result.unflatten(0, (samples, batch)), 0
 
 
 def _check(scores: Tensor, seen: Tensor, queries: int, keys: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import vmap_calls
 from torch import Tensor
 
 pooled_softmax = torch.ops.flash_cute.pooled_softmax
@@ -81,6 +82,30 @@ def test_empty_and_traced(device):
     )
     scores = torch.randn(2, 3, 1, 8, 16, device=device)
     torch.library.opcheck(pooled_softmax.default, (scores, seen + 16, 0.5, 4, 8))
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["of_batch", "shared"])
+@pytest.mark.parametrize(
+    "mapped", [{"scores": 0}, {"seen": 1}, {"scores": 3, "seen": 0}], ids=lambda x: "_".join(x)
+)
+def test_samples_of_vmap_are_one_call(device, mapped, is_shared):
+    def of(name: str, x: Tensor) -> Tensor:
+        return x.movedim(0, mapped[name]) if name in mapped else x[0].contiguous()
+
+    scores = torch.randn(vmap_calls.SAMPLES, 2, 3, 1, 8, 16, device=device)
+    shape = (vmap_calls.SAMPLES, 1 if is_shared else 2, 8)
+    seen = torch.randint(0, 17, shape, device=device, dtype=torch.int32)
+    given = {"scores": of("scores", scores), "seen": of("seen", seen)}
+    vmap_calls.check(
+        lambda **x: (pooled_softmax(**x, scale=0.5, queries=4, keys=4),), given, mapped
+    )
+
+
+def test_vmap_of_no_samples(device):
+    scores = torch.randn(0, 2, 3, 1, 8, 16, device=device)
+    seen = torch.full((1, 8), 16, dtype=torch.int32, device=device)
+    found = torch.vmap(lambda x: pooled_softmax(x, seen, 1.0, 4, 4))(scores)
+    assert found.shape == (0, 2, 3, 2, 4)
 
 
 @pytest.mark.parametrize(
