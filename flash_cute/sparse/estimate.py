@@ -122,7 +122,8 @@ def _pooled_softmax(
     """
     batch, heads_k = keys.shape[:2]
     a, b = (x.shape[2] // grid.blocks for x in (queries, keys))
-    queries = queries.unflatten(1, (heads_k, -1)).flatten(0, 1)  # (.., group, ..)
+    group = queries.shape[1] // heads_k
+    queries = queries.unflatten(1, (heads_k, group)).flatten(0, 1)
     if not keys.is_cuda:  # where a pass over the scores costs more
         keys, scale = keys * scale, 1.0
     transposed = keys.flatten(0, 1).mT
@@ -134,7 +135,7 @@ def _pooled_softmax(
         blocks = stop if grid.is_causal else grid.blocks  # of keys
         rows = slice(a * start, a * stop)
         scores = _products(queries[:, :, rows].flatten(1, 2), transposed[..., : b * blocks])
-        scores = scores.view(batch, heads_k, -1, a * (stop - start), b * blocks)
+        scores = scores.view(batch, heads_k, group, a * (stop - start), b * blocks)
         seen_by_rows = seen[:, rows].contiguous()
         part: Tensor = torch.ops.flash_cute.pooled_softmax(scores, seen_by_rows, scale, a, b)
         parts.append(F.pad(part, (0, grid.blocks - blocks)) if blocks < grid.blocks else part)

@@ -80,6 +80,18 @@ def test_a_stride_of_one_is_the_true_mass_and_rows_sum_to_one(device):
 
 
 @pytest.mark.parametrize("causal", [False, True])
+def test_no_sequences_have_no_shares(device, causal):
+    q, k = (torch.randn(0, 200, heads, 16, device=device) for heads in (4, 2))
+    grid = BlockGrid(200, 64, causal)
+    for lengths in (None, torch.zeros(0, dtype=torch.int32, device=device)):
+        for found in (
+            estimated_mass(q, k, grid, lengths=lengths),
+            block_mass(q, k, grid, lengths=lengths),
+        ):
+            assert found.shape == (0, 2, 4, 4)
+
+
+@pytest.mark.parametrize("causal", [False, True])
 def test_what_is_behind_a_sequence_is_not_looked_at(device, causal):
     q, k = torch.randn(2, 2, 400, 2, 16, device=device).unbind()
     grid = BlockGrid(400, 64, causal)
