@@ -3,6 +3,10 @@ tracing. They have no gradient: all is int32."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,6 +20,20 @@ def register(library: torch.library.Library) -> None:
     ):
         torch.library.register_fake(f"flash_cute::{name}", fake, lib=library)
         library.impl(name, kernel, "CPU")
+        mapped = partial(_mapped, getattr(torch.ops.flash_cute, name))
+        torch.library.register_vmap(f"flash_cute::{name}", mapped, lib=library)
+
+
+def _mapped(op: Any, info: Any, in_dims: Sequence[int | None], x: Tensor, count: int) -> Any:
+    """The rule of ``torch.vmap``: samples become part of the batch, the first dimension of all."""
+    (dim, _) = in_dims
+    assert dim is not None  # else nothing is mapped
+    samples = x.movedim(dim, 0)
+    found = op(samples.flatten(0, 1).contiguous(), count)
+    sizes = samples.shape[:2]
+    if isinstance(found, Tensor):
+        return found.unflatten(0, sizes), 0
+    return tuple(result.unflatten(0, sizes) for result in found), (0, 0)
 
 
 def _room(codes: Tensor, capacity: int) -> Tensor:

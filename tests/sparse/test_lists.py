@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import vmap_calls
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flash_cute.sparse import bits
@@ -96,3 +97,26 @@ def test_masks_are_packed_bit_by_bit():
         m %= 3
         assert bool(int(words[m, r, c // 32]) >> c % 32 & 1) == bool(pairs[m, r, c])
     assert torch.equal(bits.unpacked(words), pairs)
+
+
+@pytest.mark.parametrize("dim", [0, 2, -1])
+def test_samples_of_vmap_are_one_call(device, dim):
+    codes = random_codes(vmap_calls.SAMPLES, 2, 3, 5, 7).to(device)
+    ops = torch.ops.flash_cute
+    lists = ops.tile_lists(codes.flatten(0, 1), 7).unflatten(0, (-1, 2))
+    for op, name, given in (
+        (lambda codes: (ops.tile_lists(codes, 7),), "codes", codes),
+        (lambda lists: ops.transposed_tile_lists(lists, 7), "lists", lists),
+    ):
+        moved = given.movedim(0, dim)
+        vmap_calls.check(op, {name: moved}, {name: dim})
+
+
+def test_vmap_of_no_samples(device):
+    codes = torch.zeros(0, 1, 2, 3, 4, dtype=torch.int32, device=device)
+    lists, ranks = torch.vmap(
+        lambda x: torch.ops.flash_cute.transposed_tile_lists(
+            torch.ops.flash_cute.tile_lists(x, 4), 4
+        )
+    )(codes)
+    assert lists.shape == (0, 1, 2, 4, 4, 2) and ranks.shape == (0, 1, 2, 4, 4)
