@@ -42,6 +42,14 @@ def setting(request: pytest.FixtureRequest) -> Iterator[str]:
     torch.backends.fp32_precision = "none"
     torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
     torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True  # "none" leaves cudnn's own settings mixed
+
+
+@pytest.fixture
+def general_setting() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.backends.cudnn.allow_tf32 = True
 
 
 class Rounded(nn.Linear):
@@ -65,13 +73,11 @@ def test_right_layers_pass_and_wrong_ones_fail_under_any_setting(setting: str, d
         assert torch.get_float32_matmul_precision() == setting
 
 
-def test_a_more_general_precision_setting_still_applies():
+def test_a_more_general_precision_setting_still_applies(general_setting: None):
     torch.backends.fp32_precision = "tf32"
     ComponentValidator("cpu").validate_linear_component(nn.Linear(8, 8), 8, 8)
     torch.backends.fp32_precision = "ieee"
-    followed = torch.backends.mkldnn.matmul.fp32_precision
-    torch.backends.fp32_precision = "none"
-    assert followed == "ieee"
+    assert torch.backends.mkldnn.matmul.fp32_precision == "ieee"
 
 
 def test_right_layers_pass_under_autocast(device: str):
