@@ -12,6 +12,8 @@ Other calls are made one by one: sparse calls; those with dropout, whose mask de
 in the batch and in the heads; those whose samples differ in offsets or lengths of packed sequences;
 and over a cache those with packed queries, or whose samples differ in the sink or in only one of
 the caches. Ops that write into their arguments raise an error that names them.
+
+The rules of ops that are no attention stand with them: ``tile_lists.py``, ``pooled_softmax.py``.
 """
 
 from __future__ import annotations

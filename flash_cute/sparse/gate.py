@@ -128,5 +128,5 @@ def _mean(x: Tensor, grid: BlockGrid, lengths: Tensor | None) -> Tensor:
     if lengths is not None:
         tokens = tokens.masked_fill(grid.padding(x.device, lengths)[..., None, None], 0)
     sums = tokens.unflatten(1, (-1, grid.block)).sum(2, dtype=torch.float32).transpose(1, 2)
-    counts = grid.runs(grid.block, x.device, lengths)
+    counts = grid.tokens(x.device, lengths).clamp(min=1)
     return sums / counts[:, None, :, None]

@@ -59,9 +59,7 @@ class BlockGrid:
     @made_once
     def pairs(self, device: torch.device, lengths: Tensor | None = None) -> Tensor:
         """int64 (1 or batch, 1, blocks, blocks): the visible pairs of each block."""
-        first = torch.arange(self.blocks, device=device) * self.block
-        whole = self.seqlen if lengths is None else lengths.long()[:, None, None]
-        tokens = (whole - first).clamp(0, self.block).view(-1, 1, self.blocks)
+        tokens = self.tokens(device, lengths).unsqueeze(1)
         pairs = tokens.unsqueeze(-1) * tokens.unsqueeze(-2)
         if not self.is_causal:
             return pairs
@@ -76,11 +74,11 @@ class BlockGrid:
         return (places >= whole).view(-1, len(places))
 
     @made_once
-    def runs(self, count: int, device: torch.device, lengths: Tensor | None = None) -> Tensor:
-        """int64 (1 or batch, blocks): how many of a block's ``count`` runs of tokens hold any, but
-        at least 1."""
-        padding = self.padding(device, lengths)[:, :: self.block // count]
-        return (~padding).unflatten(1, (-1, count)).sum(-1).clamp(min=1)
+    def tokens(self, device: torch.device, lengths: Tensor | None = None) -> Tensor:
+        """int64 (1 or batch, blocks): how many tokens each block holds."""
+        first = torch.arange(self.blocks, device=device) * self.block
+        whole = self.seqlen if lengths is None else lengths.long().view(-1, 1)
+        return (whole - first).clamp(0, self.block).view(-1, self.blocks)
 
     @made_once
     def seen(
@@ -91,10 +89,9 @@ class BlockGrid:
         run_q, run_k = self.block // queries, self.block // keys
         first = torch.arange(self.blocks * queries, device=device) * run_q
         whole = self.seqlen if lengths is None else lengths.long().view(-1, 1)
-        seen = first.new_zeros(1) + (whole + run_k - 1) // run_k
-        if self.is_causal:
-            seen = torch.minimum(seen, (first + run_q + run_k - 1) // run_k)
-        return torch.where(first < whole, seen, 0).int().view(-1, len(first))
+        past = first + run_q if self.is_causal else torch.full_like(first, self.seqlen)
+        runs = (past.clamp(max=whole) + run_k - 1) // run_k
+        return torch.where(first < whole, runs, 0).int().view(-1, len(first))
 
 
 def grid_of(seqlen: int, is_causal: bool) -> BlockGrid:

@@ -84,8 +84,10 @@ def test_nothing_waits_for_the_device():
     codes = random_codes(1, 2, 9, 8)
     with Waits():
         lists = tile_lists(codes)
-        transposed(lists, 8)
-        codes_of(lists, 8)
+        of_columns = transposed(lists, 8)
+        found = codes_of(lists, 8)
+    assert torch.equal(found, codes)
+    assert torch.equal(of_columns, tile_lists(codes.mT.contiguous()))
 
 
 def test_masks_are_packed_bit_by_bit():
