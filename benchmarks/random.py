@@ -142,7 +142,7 @@ def measure(
         if OURS not in works:
             return row
         for _ in range(2):
-            us = _timed(works, device, rounds, row["notes"])
+            us = timed(works, device, rounds, row["notes"])
             row["runs"].append(us)
             rivals = [name for name in us if name != OURS]
             if OURS not in us or not rivals:
@@ -158,7 +158,7 @@ def measure(
     return row
 
 
-def _timed(
+def timed(
     works: Mapping[str, Work], device: torch.device, rounds: int, notes: dict[str, str]
 ) -> dict[str, float]:
     monitor = timing.Monitor(torch.device("cpu"))  # a thread that reads would disturb short calls
