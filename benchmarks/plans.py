@@ -11,21 +11,22 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from flash_cute import kernels
+from flash_cute.kernels.choice import Choice
 
 from . import raw_ops, report, timing
-from .random import prepare, timed
+from .random import Call, prepare, timed
 from .random_cases import RandomCase, draw
-from .rivals import OURS, Work
-from .suites import Inputs
+from .rivals import OURS
+from .suites import FEATURES
 
 GROUPS = ("dense-forward", "packed-forward", "decode")
 NEAR = 1.05  # a pick is good if it takes at most so much of the fastest plan's time
@@ -33,83 +34,74 @@ NEAR = 1.05  # a pick is good if it takes at most so much of the fastest plan's 
 
 def problem_of(case: RandomCase) -> kernels.Problem:
     """The problem of the case's call, as far as the host knows it."""
-    sizes: dict[str, Any] = {"heads": case.heads, "heads_k": case.heads_k, "head_dim": case.dim}
-    masks: dict[str, Any] = {"causal": case.mask != "full"}
-    batch, longest, total = len(case.lengths), max(case.lengths), sum(case.lengths)
-    if case.mask == "window1024":
-        masks["window_size"] = (1024, 0)
+    left = FEATURES.get(case.mask, {}).get("window_size_left", -1)
+    known: dict[str, Any] = {
+        "batch": len(case.lengths), "heads": case.heads, "heads_k": case.heads_k,
+        "head_dim": case.dim, "causal": case.mask != "full", "window_size": (left, -1),
+    }  # fmt: skip
     if case.group == "decode":
-        return kernels.Problem(
-            "decode", batch=batch, seqlen_q=case.queries, seqlen_k=case.capacity, lengths=True,
-            **sizes, **masks,
-        )  # fmt: skip
-    packed: dict[str, Any] = {"varlen": True, "total_q": total, "total_k": total}
+        known |= {"seqlen_q": case.queries, "seqlen_k": case.capacity}
+        return kernels.Problem("decode", lengths=True, **known)
+    packed = case.group.startswith("packed")
+    total = sum(case.lengths) if packed else None
     return kernels.Problem(
-        "bwd" if case.direction == "bwd" else "fwd", batch=batch, seqlen_q=longest,
-        **sizes, **masks, **(packed if case.group.startswith("packed") else {}),
-    )  # fmt: skip
+        seqlen_q=max(case.lengths), varlen=packed, total_q=total, total_k=total, **known
+    )
 
 
-class Limit(NamedTuple):
-    """A plan other than the one that a call takes: of this kernel, with so many splits of the keys
-    or (None) as many as its own estimate says."""
-
-    id: str
-    num_splits: int | None = None
-
-    def __str__(self) -> str:
-        return self.id if self.num_splits is None else f"{self.id} num_splits={self.num_splits}"
-
-    def scope(self) -> AbstractContextManager[None]:
-        return kernels.only(self.id, num_splits=self.num_splits)
-
-    def plan(self, problem: kernels.Problem, gpu: int | str) -> kernels.Plan | None:
-        try:
-            with self.scope():
-                return kernels.plan(problem, gpu)
-        except RuntimeError:  # it does not fit
-            return None
-
-    def call(self, case: RandomCase, x: Inputs) -> Work:
-        return replace(raw_ops.flash_cute(case, x), scope=self.scope)
+def plan_of(choice: Choice, problem: kernels.Problem, gpu: int | str) -> kernels.Plan | None:
+    """The plan of a call that may take this choice alone; None if it does not fit."""
+    try:
+        with kernels.only(choice.kernel, **choice.numbers):
+            return kernels.plan(problem, gpu)
+    except RuntimeError:
+        return None
 
 
-def others(problem: kernels.Problem, gpu: int | str) -> list[Limit]:
-    """The limits under which a call takes another plan: decode's kernels and Hopper's plain ones of
-    the least head dim that fits."""
+def others(problem: kernels.Problem, gpu: int | str) -> dict[Choice, kernels.Plan]:
+    """The plans that a call does not take: of decode's kernels and Hopper's plain ones, of those
+    with the least head dim that fits, also with other numbers of splits."""
     taken = kernels.plan(problem, gpu)
-    fitting = [
-        (kernel, own)
+    fitting = {
+        kernel: own
         for kernel in kernels.kernels()
         if kernel.op == "decode" or (kernel.arch, kernel.tier) == (90, "plain")
-        if (own := Limit(kernel.id).plan(problem, gpu)) is not None
-    ]
-    found = []
-    for kernel, own in fitting:
-        if kernel.head_dim > min(k.head_dim for k, _ in fitting if k.op == kernel.op):
+        if (own := plan_of(Choice(kernel.id), problem, gpu)) is not None
+    }
+    found: dict[Choice, kernels.Plan] = {}
+    for kernel, own in fitting.items():
+        if kernel.head_dim > min(other.head_dim for other in fitting if other.op == kernel.op):
             continue
         if kernel.id != taken.kernel.id:
-            found.append(Limit(kernel.id))
+            found[Choice(kernel.id)] = own
         n = own.num_splits
         numbers = set() if kernel.op == "decode" else {1, n // 2, n * 3 // 4, n * 3 // 2, n * 2}
-        limits = [Limit(kernel.id, splits) for splits in sorted(numbers - {n, 0})]
-        found += [limit for limit in limits if limit.plan(problem, gpu) is not None]
+        for number in sorted(numbers - {n, 0}):
+            choice = Choice(kernel.id, num_splits=number)
+            if (plan := plan_of(choice, problem, gpu)) is not None:
+                found[choice] = plan
     return found
 
 
 def measure(case: RandomCase, device: torch.device, rounds: int) -> dict[str, Any]:
     """The row of a case: microseconds of each plan, once more if the pick was not near the best."""
+
+    def limited(choice: Choice) -> Call:
+        scope = partial(kernels.only, choice.kernel, **choice.numbers)
+        return lambda case, x: replace(raw_ops.flash_cute(case, x), scope=scope)
+
     problem, gpu = problem_of(case), device.index or 0
-    limits = {str(limit): limit for limit in others(problem, gpu)}
-    calls = {OURS: raw_ops.flash_cute} | {name: limit.call for name, limit in limits.items()}
-    row: dict[str, Any] = {"case": str(case), "group": case.group, "ratio": None}
+    found = others(problem, gpu)
+    calls = {OURS: raw_ops.flash_cute} | {str(choice): limited(choice) for choice in found}
+    row: dict[str, Any] = {"case": str(case), "group": case.group, "ratio": None, "us": {}}
     row["plans"] = {OURS: str(kernels.plan(problem, gpu))}
-    row["plans"] |= {name: str(limit.plan(problem, gpu)) for name, limit in limits.items()}
+    row["plans"] |= {str(choice): str(plan) for choice, plan in found.items()}
     works, row["notes"] = prepare(case, calls, device, case.seed % 2**31)
-    if OURS not in works:
-        return row
     for _ in range(2):
-        row["us"] = timed(works, device, rounds, row["notes"])
+        row["us"] = timed(works, device, rounds, row["notes"]) if OURS in works else {}
+        if OURS not in row["us"]:
+            row["ratio"] = None
+            break
         row["best"] = min(row["us"], key=row["us"].__getitem__)
         row["ratio"] = row["us"][OURS] / row["us"][row["best"]]
         if row["ratio"] <= NEAR:
@@ -133,7 +125,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 1 if a result was wrong, 2 without a GPU, else 0."""
+    """The command; 1 if a result of the pick was wrong or is missing, 2 without a GPU, else 0."""
     parser = argparse.ArgumentParser(prog="benchmarks.plans", description=__doc__)
     parser.add_argument("--seed", type=int, help="of the cases; default: a fresh one, recorded")
     parser.add_argument("--cases", type=int, default=300, help="in all groups together")
@@ -141,6 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--minutes", type=float, default=5.0, help="begin no case after them")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     options = parser.parse_args(argv)
+    if options.rounds < 1 or options.cases < 1:
+        parser.error("a round and a case are the least")
     seed = secrets.randbelow(2**31) if options.seed is None else options.seed
     try:
         device = timing.use_device("cuda")
@@ -149,23 +143,30 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     started = time.monotonic()
     rows: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "machine": report.machine(device, timing.Monitor(device)),
+        "versions": report.versions({}),
+        "settings": {"seed": seed, "rounds": options.rounds, "near": NEAR},
+        "rows": rows,
+    }
     for i in range(options.cases):
         if time.monotonic() - started > options.minutes * 60:
             break
         case = draw(GROUPS[i % len(GROUPS)], seed, i // len(GROUPS))
         rows.append(measure(case, device, options.rounds))
-        row = rows[-1]
-        report.say(f"{case}: {row['ratio'] and round(row['ratio'], 2)} {row.get('best', '')}")
-        result = {"seed": seed, "near": NEAR, "summary": summary(rows), "rows": rows}
+        ratio = rows[-1]["ratio"]
+        report.say(f"{case}: " + (f"{ratio:.2f} {rows[-1]['best']}" if ratio else "no ratio"))
+        result["summary"] = summary(rows)
         if options.json:
             report.save(result, options.json)
         torch.cuda.empty_cache()
+    print(f"{result['machine']['device']}, seed {seed}:")
     for group, found in summary(rows).items():
         print(
             f"{group}: {found['near']:.0%} of {found['cases']:.0f} picks within {NEAR - 1:.0%} of "
             f"the best plan, geomean {found['geomean']:.3f}, most {found['most']:.2f}"
         )
-    return int(any(OURS in row["notes"] for row in rows))
+    return int(any(row["ratio"] is None or OURS in row["notes"] for row in rows))
 
 
 if __name__ == "__main__":

@@ -21,10 +21,10 @@ def test_other_plans_are_those_of_a_call_under_limits(name):
     taken = kernels.plan(problem, "h200")
     others = plans.others(problem, "h200")
     assert others
-    for limit in others:
-        other = limit.plan(problem, "h200")
-        assert other.kernel.id == limit.id
-        assert limit.num_splits in (None, other.num_splits)
+    for choice, other in others.items():
+        assert other == plans.plan_of(choice, problem, "h200")
+        assert other.kernel.id == choice.kernel
+        assert choice.num_splits in (None, other.num_splits)
         assert (other.kernel, other.num_splits) != (taken.kernel, taken.num_splits)
 
 
@@ -35,7 +35,7 @@ def test_problems_are_what_the_host_knows_of_a_case():
     packed = plans.problem_of(RandomCase.parse(CASES["packed"]))
     assert (packed.seqlen_q, packed.total_q, packed.varlen) == (900, 1217, True)
     window = plans.problem_of(RandomCase.parse(CASES["window"]))
-    assert window.window_size == (1024, 0) and not window.varlen
+    assert window.window_size == (1024, -1) and window.causal and not window.varlen
 
 
 def test_picks_are_good_within_five_per_cent():
@@ -54,3 +54,22 @@ def test_picks_are_good_within_five_per_cent():
 def test_without_a_gpu_it_says_so(capsys):
     assert plans.main([]) == 2
     assert "whose times these are" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--cases=0", "--rounds=0"])
+def test_a_run_of_nothing_is_refused(option, capsys):
+    with pytest.raises(SystemExit):
+        plans.main([option])
+    assert "a round and a case are the least" in capsys.readouterr().err
+
+
+def test_a_plan_that_fails_is_no_time(monkeypatch):
+    """A case on the CPU, whose library has no kernels: the pick alone runs, then nothing."""
+    case = RandomCase.parse("dense-forward h4/2 d64 causal 2x70")
+    monkeypatch.setattr(plans.kernels, "plan", lambda problem, gpu: "the pick")
+    monkeypatch.setattr(plans, "others", lambda problem, gpu: {})
+    row = plans.measure(case, torch.device("cpu"), 1)
+    assert (row["ratio"], row["best"]) == (1, plans.OURS)
+    assert row["plans"] == {plans.OURS: "the pick"}
+    monkeypatch.setattr(plans, "timed", lambda works, device, rounds, notes: {})
+    assert plans.measure(case, torch.device("cpu"), 1)["ratio"] is None
