@@ -41,18 +41,22 @@ std::string array(const std::vector<std::string>& items) {
   return "[" + all + "]";
 }
 
+void add_sets(JsonObject& all, const HeadSets& sets) {
+  all.integer("heads_together", sets.heads).integer("last_set", sets.last);
+}
+
 JsonObject describe(const FwdPlan& plan) {
   JsonObject all;
   all.integer("num_splits", plan.num_splits).integer("pack_gqa", plan.pack_gqa);
-  if (plan.resident > 0) all.integer("heads_together", plan.heads_together);
+  if (plan.resident > 0) add_sets(all, plan.sets);
   return all;
 }
 
 JsonObject describe(const KeyOrder& order) {
-  return JsonObject()
-      .integer("tiles_of_set", order.tiles_of_set)
-      .integer("heads_together", order.heads_together)
-      .flag("late_first", order.late_first)
+  JsonObject all;
+  all.integer("tiles_of_set", order.tiles_of_set);
+  add_sets(all, order.sets);
+  return all.flag("late_first", order.late_first)
       .flag("heads_inside", order.heads_inside)
       .flag("down_and_up", order.down_and_up);
 }

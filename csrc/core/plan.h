@@ -5,6 +5,7 @@
 #include "core/config.h"
 #include "core/device.h"
 #include "core/layout/fast_divmod.h"
+#include "core/layout/head_sets.h"
 #include "core/overrides.h"
 #include "core/problem.h"
 
@@ -13,7 +14,7 @@ namespace flash_cute {
 struct FwdPlan {
   int num_splits = 1;      // split-KV: parts of the keys of a tile of queries; combine_splits() combines the results
   int pack_gqa = 1;        // query heads of a group that share a tile of queries
-  int heads_together = 1;  // heads whose tiles of queries alternate: kernels/hopper/tile_scheduler.h
+  HeadSets sets;           // of pack_gqa heads, whose tiles of queries alternate: kernels/hopper/tile_scheduler.h
   int resident = 0;        // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
 };
 
@@ -41,7 +42,7 @@ constexpr bool uses_semaphore(DqAccumulate order) {
 // The order of key tiles, and the direction of their walk: docs/kernels/backward_order.md.
 struct KeyOrder {
   int tiles_of_set = 1;       // tiles that start together
-  int heads_together = 1;     // kv heads whose tiles of keys alternate
+  HeadSets sets;              // of kv heads, whose tiles of keys alternate
   bool late_first = false;    // late keys first
   bool heads_inside = false;  // all query heads of a query tile, then the next query tile
   bool down_and_up = false;   // sets alternate between starting at the last and at the first queries

@@ -27,13 +27,14 @@ class KeyOrder:
 
     tiles_of_set: int  # tiles that start together, as a set
     heads_together: int  # kv heads whose tiles alternate
+    last_set: int  # first kv head of the last set of such heads, which has all that are left
     late_first: bool  # late keys first
     heads_inside: bool  # a key tile visits all query heads of a query tile before the next one
     down_and_up: bool  # sets alternately begin with the last and with the first queries
 
 
 # Fields of a Plan that its line leaves out, or has at its beginning.
-_HIDDEN_FIELDS = ("kernel", "launches", "key_order", "heads_together", "l2_fraction")
+_HIDDEN_FIELDS = ("kernel", "launches", "key_order", "heads_together", "last_set", "l2_fraction")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Plan:
     num_splits: int = 1  # of the keys (backward: of the queries of a tile of keys)
     pack_gqa: int = 1  # query heads of a group that share a tile of queries
     heads_together: int | None = None  # Hopper's forward: heads whose tiles of queries alternate
+    last_set: int | None = None  # Hopper's forward: first head of the last set of such heads
     splits_of_heads: int = 1  # backward: `num_splits` is this times splits_of_queries
     splits_of_queries: int = 1
     whole_tiles: int = 0  # backward: tiles of keys that are not split, before those that are

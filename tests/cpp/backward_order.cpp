@@ -66,12 +66,12 @@ TEST_CASE("numbers of key tiles name each tile once, and one that others wait fo
     CAPTURE(config.id());
     CAPTURE(p);
     CHECK(order.tiles_of_set >= 1);
-    CHECK(order.heads_together >= 1);
+    CHECK(order.sets.heads >= 1);
     std::map<std::pair<int, int>, std::vector<int>> of_head;  // indices in the order of their numbers
     std::map<std::pair<int, int>, bool> late;
     bool valid = true;
     for (int number = 0; number < tiles * p.fwd.heads_k * p.fwd.batch; ++number) {
-      const KeyTile tile(p.fwd, keys, order.heads_together, order.late_first, number);
+      const KeyTile tile(p.fwd, keys, order.sets, order.late_first, number);
       valid &= 0 <= tile.head && tile.head < p.fwd.heads_k && 0 <= tile.batch && tile.batch < p.fwd.batch;
       valid &= tile.row == tile.index * keys;
       of_head[{tile.batch, tile.head}].push_back(tile.index);
@@ -89,6 +89,26 @@ TEST_CASE("numbers of key tiles name each tile once, and one that others wait fo
     }
   }
   CHECK(late_first > 10);
+}
+
+TEST_CASE("sets of heads have all heads once, and the last one has enough") {
+  Draw draw;
+  for (int n = 0; n < 2000; ++n) {
+    const int heads = draw.from(1, 20), all = draw.from(1, 60), least = draw.from(1, 40), tiles = draw.from(1, 5);
+    const HeadSets sets = HeadSets::of(heads, all, least);
+    CHECK(sets.last % heads == 0);
+    CHECK(all - sets.last >= std::min(all, least));
+    CHECK(all - sets.last < least + heads);
+    int expected = 0;  // first head of the next set
+    for (int number = 0; number < all * tiles; ++number) {
+      const HeadSets::Set set = sets.of_tile(number, tiles, all);
+      const bool is_first = number == expected * tiles;
+      if (is_first) expected += set.heads;
+      CHECK(set.first + set.heads == expected);
+      CHECK(set.heads == (set.first < sets.last ? heads : all - sets.last));
+    }
+    CHECK(expected == all);
+  }
 }
 
 // A semaphore of dQ counts the key tiles that have added to a query tile: a tile that is counted must come.

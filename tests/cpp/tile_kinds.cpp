@@ -208,7 +208,9 @@ BwdParams draw_backward(Draw& draw) {
   f.seqlen_k = draw.from(1, 150);
   f.band = draw.band(100);
   p.dq_accumulate = draw.flag() ? DqAccumulate::Serialized : DqAccumulate::FirstStores;
-  p.order = {draw.from(1, 6), draw.from(1, f.heads_k * f.batch), draw.flag(), draw.flag(), draw.flag()};
+  const int all_heads = f.heads_k * f.batch;
+  const HeadSets sets = HeadSets::of(draw.from(1, all_heads), all_heads, draw.from(1, all_heads));
+  p.order = {draw.from(1, 6), sets, draw.flag(), draw.flag(), draw.flag()};
   const int tiles = (f.seqlen_k + kKeys - 1) / kKeys * f.heads_k * f.batch;
   p.splits = {f.heads / f.heads_k % 2 == 0 ? draw.from(1, 2) : 1, draw.from(1, 3), draw.from(0, tiles)};
   p.sums_of_splits = p.splits.count() > 1;
@@ -308,7 +310,7 @@ TEST_CASE("backward visits each pair of tiles once, of either kind, and ranks fo
     const BwdParams p = draw_backward(draw);
     const FwdProblem& f = p.fwd;
     CAPTURE(f);
-    CAPTURE(p.order.heads_together);
+    CAPTURE(p.order.sets.heads);
     CAPTURE(p.order.late_first);
     CAPTURE(p.splits.heads);
     CAPTURE(p.splits.queries);
@@ -340,7 +342,7 @@ TEST_CASE("a semaphore of several query tiles ranks the tiles of keys that add t
     CAPTURE(f);
     std::map<int, std::set<int>> before;
     for (int tile = 0; tile * kKeys < f.seqlen_k; ++tile) {
-      const KeyTile keys(f, kKeys, 1, false, tile);
+      const KeyTile keys(f, kKeys, HeadSets::of(1, f.heads_k * f.batch), false, tile);
       const Tiles queries = Tiles::of(f, seq, keys);
       std::set<int> semaphores;
       for (int m = queries.begin; m < queries.end; ++m) {

@@ -42,7 +42,7 @@ class BackwardWork {
                               int index_from_first_split)
       : split_tile(index_from_first_split < 0 || !p.sums_of_splits ? -1 : splits.div(index_from_first_split)),
         split(split_tile < 0 ? 0 : index_from_first_split - split_tile * splits.value),
-        tile(p.fwd, block_n, p.order.heads_together, p.order.late_first,
+        tile(p.fwd, block_n, p.order.sets, p.order.late_first,
              split_tile < 0 ? number : p.splits.whole_tiles + split_tile),
         seq(p.fwd, tile.batch) {
     queries = Tiles::of(p.fwd, seq, tile);

@@ -3,6 +3,7 @@
 
 #include <concepts>
 
+#include "core/layout/head_sets.h"
 #include "core/layout/tiles.h"
 
 namespace flash_cute {
@@ -16,17 +17,15 @@ struct KeyTile {
       : index(index), row(row), head(head), batch(batch), late_first(false) {}
 
   // Early keys first: under a causal mask the most queries see them. With `late` the late ones first, except in the
-  // last heads, whose longest tiles would finish last. Tiles of `heads_together` heads, whose queries L2 holds,
-  // alternate.
-  FC_HOST_DEVICE KeyTile(const FwdProblem& p, int block_n, int heads_together, bool late, int number) {
+  // last set, whose longest tiles would finish last.
+  FC_HOST_DEVICE KeyTile(const FwdProblem& p, int block_n, const HeadSets& sets, bool late, int number) {
     const int tiles = (p.seqlen_k + block_n - 1) / block_n;
-    const int first_head = number / (tiles * heads_together) * heads_together;
-    const int heads_left = p.heads_k * p.batch - first_head, together = detail::at_most(heads_left, heads_together);
-    late_first = late && heads_left > together;
-    const int place = number - first_head * tiles;
-    index = late_first ? tiles - 1 - place / together : place / together;
+    const HeadSets::Set set = sets.of_tile(number, tiles, p.heads_k * p.batch);
+    late_first = late && set.first < sets.last;
+    const int place = number - set.first * tiles;
+    index = late_first ? tiles - 1 - place / set.heads : place / set.heads;
     row = index * block_n;
-    const int any_head = first_head + place % together;
+    const int any_head = set.first + place % set.heads;
     head = any_head % p.heads_k;
     batch = any_head / p.heads_k;
   }

@@ -30,12 +30,12 @@ struct TileCounter {
 // under a causal mask they are the longest tiles. With pack_gqa a tile's head is the first of its heads.
 struct TileScheduler {
   int row_tiles, pack_gqa;
-  int heads, batch, heads_together, splits;  // heads / pack_gqa
+  int heads, batch, splits;  // heads / pack_gqa
+  HeadSets sets;
 
   static TileScheduler of(const FwdParams& p, int block_m) {
     const int longest = p.dense() ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
-    return {
-        (longest + block_m - 1) / block_m, p.pack_gqa, p.heads / p.pack_gqa, p.batch, p.heads_together, p.num_splits};
+    return {(longest + block_m - 1) / block_m, p.pack_gqa, p.heads / p.pack_gqa, p.batch, p.num_splits, p.sets};
   }
 
   int64_t tiles() const { return int64_t(row_tiles) * heads * batch * splits; }
@@ -44,12 +44,10 @@ struct TileScheduler {
 
   CUTE_DEVICE QueryTile at(int index, int block_m) const {
     index /= splits;
-    const int tiles_of_set = heads_together * row_tiles;
-    const int set = index / tiles_of_set, place = index % tiles_of_set;
-    const int together = min(heads_together, heads * batch - set * heads_together);
-    const int head = set * heads_together + place % together;
+    const HeadSets::Set set = sets.of_tile(index, row_tiles, heads * batch);
+    const int place = index - set.first * row_tiles, head = set.first + place % set.heads;
     QueryTile tile;
-    tile.row = (row_tiles - 1 - place / together) * block_m;
+    tile.row = (row_tiles - 1 - place / set.heads) * block_m;
     tile.head = head % heads * pack_gqa;
     tile.batch = head / heads;
     return tile;

@@ -199,7 +199,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   const int thread = threadIdx.x;
   const uint32_t warp = cutlass::canonical_warp_idx_sync();
 
-  const KeyTile tile(p.fwd, C.block_n, p.order.heads_together, false, blockIdx.x);
+  const KeyTile tile(p.fwd, C.block_n, p.order.sets, false, blockIdx.x);
   const SeqInfo seq(p.fwd, tile.batch);
   if (tile.row >= seq.k.length) return;
   const int group = p.fwd.heads / p.fwd.heads_k;

@@ -41,8 +41,9 @@ static KeyOrder key_order(const KernelConfig& config, const BwdProblem& p) {
   if (p.fwd.seqlen_k == 0 || p.fwd.heads == 0) return {};  // no tiles
   const int tiles = (p.fwd.seqlen_k + config.block_n - 1) / config.block_n;
   // With deterministic sums, tiles that start together wait for each other, and more heads are worth their L2 misses.
-  return {.heads_together = p.deterministic ? config.block_n / 2
-                                            : std::max(1, kCard.backward.alternating_tiles / std::max(1, tiles))};
+  const int heads =
+      p.deterministic ? config.block_n / 2 : std::max(1, kCard.backward.alternating_tiles / std::max(1, tiles));
+  return {.sets = HeadSets::of(heads, int64_t(p.fwd.heads_k) * p.fwd.batch)};
 }
 
 BwdPlan Sm80Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device&) const {

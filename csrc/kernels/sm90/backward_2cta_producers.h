@@ -48,7 +48,7 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename TwoCtaTraits<C
     }
   };
   const int row = work.tile.row, row_of_other = rank == 0 ? row + C.block_n : row - C.block_n;
-  auto hidden = [&](int row) { return row < keys.last ? keys.first - row : C.block_n; };
+  auto hidden = [&](int row) { return row < keys.last ? keys.first - row : 1; };  // a moved box: its first row alone
   constexpr uint32_t kBytes = (T::kAtoms + T::kAtomsOfOther) * T::kTile * sizeof(Element);
   const bool clears = hidden(row) > 0 || hidden(row_of_other) > 0;
   if (clears) storage.landed_k.arrive_and_expect_tx(kBytes);
