@@ -12,12 +12,13 @@
 namespace flash_cute {
 namespace {
 
-constexpr int kWarps = 4, kRows = 8;  // of a CTA: one warp a row
-constexpr int kTogether = 4;  // columns of a lane, and splits read at once
+constexpr int kRows = 4;  // of a CTA, and warps
+constexpr int kColumns = 4;  // of a lane
+constexpr int kFewSplits = 4, kManySplits = 16;  // read at once
 
-template <class Element>
-__global__ void __launch_bounds__(32 * kWarps) merge_rows(const __grid_constant__ FwdParams p) {
-  using Values = cutlass::AlignedArray<float, kTogether>;
+template <class Element, int kTogether>
+__global__ void __launch_bounds__(32 * kRows) merge_rows(const __grid_constant__ FwdParams p) {
+  using Values = cutlass::AlignedArray<float, kColumns>;
   const QueryTile tile = tile_of_block(p, kRows);
   const SeqInfo seq(p, tile.batch);
   const float sink = sink_of(p.sink, tile.head);
@@ -25,36 +26,37 @@ __global__ void __launch_bounds__(32 * kWarps) merge_rows(const __grid_constant_
   const int64_t first = first_of(p.split_lse, tile, seq), first_lse = first_of(p.lse, tile, seq);
   // After this wait the results of all splits are there.
   wait_on_dependent_grids();
-  for (int row = tile.row + threadIdx.x / 32; row < min(tile.row + kRows, seq.q.length); row += kWarps) {
-    Element* const out = static_cast<Element*>(p.out.ptr) + tile.batch * p.out.batch + tile.head * p.out.head +
-                         (seq.q.offset + row) * p.out.row;
-    const float lse = merge_row<kTogether, kTogether>(
-        p.num_splits, [&](int i) { return p.split_lse.ptr[first + row + i * head_step]; },
-        [&](int i, int column) {
-          return *reinterpret_cast<const Values*>(p.split_out + (first + row + i * head_step) * p.split_columns +
-                                                  column);
-        },
-        p.head_dim_v, sink,
-        [&](int column, const auto& values) {
-          for (int i = 0; i < kTogether && column + i < p.head_dim_v; ++i) out[column + i] = Element(values[i]);
-        });
-    if (threadIdx.x % 32 != 0) continue;
-    p.lse.ptr[first_lse + row] = lse;
-    if (p.row_max.ptr == nullptr) continue;
-    float top = -INFINITY;  // or NaN, if that of a split is
-    for (int i = 0; i < p.num_splits; ++i) {
-      const float of_split = p.split_row_max.ptr[first + row + i * head_step];
-      top = of_split > top || isnan(of_split) ? of_split : top;
-    }
-    p.row_max.ptr[first_of(p.row_max, tile, seq) + row] = top;
+  const int row = tile.row + threadIdx.x / 32;
+  if (row >= seq.q.length) return;
+  Element* const out = static_cast<Element*>(p.out.ptr) + tile.batch * p.out.batch + tile.head * p.out.head +
+                       (seq.q.offset + row) * p.out.row;
+  const float lse = merge_row<kColumns, kTogether>(
+      p.num_splits, [&](int i) { return p.split_lse.ptr[first + row + i * head_step]; },
+      [&](int i, int column) {
+        return *reinterpret_cast<const Values*>(p.split_out + (first + row + i * head_step) * p.split_columns + column);
+      },
+      p.head_dim_v, sink,
+      [&](int column, const auto& values) {
+        for (int i = 0; i < kColumns && column + i < p.head_dim_v; ++i) out[column + i] = Element(values[i]);
+      });
+  if (threadIdx.x % 32 != 0) return;
+  p.lse.ptr[first_lse + row] = lse;
+  if (p.row_max.ptr == nullptr) return;
+  float top = -INFINITY;  // or NaN, if that of a split is
+  for (int i = 0; i < p.num_splits; ++i) {
+    const float of_split = p.split_row_max.ptr[first + row + i * head_step];
+    top = of_split > top || isnan(of_split) ? of_split : top;
   }
+  p.row_max.ptr[first_of(p.row_max, tile, seq) + row] = top;
 }
 
 template <class Element>
 cudaError_t launch(FwdParams p, cudaStream_t stream) {
   if (!p.dense()) p.seqlen_q = static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));  // it may be any bound
   const int64_t ctas = int64_t(cute::ceil_div(p.seqlen_q, kRows)) * p.heads * p.batch;
-  return launch_with_pdl<merge_rows<Element>>({ctas, 32 * kWarps, 0}, stream, p);
+  return p.num_splits <= kFewSplits
+             ? launch_with_pdl<merge_rows<Element, kFewSplits>>({ctas, 32 * kRows, 0}, stream, p)
+             : launch_with_pdl<merge_rows<Element, kManySplits>>({ctas, 32 * kRows, 0}, stream, p);
 }
 
 }  // namespace
