@@ -69,6 +69,8 @@ __global__ void __launch_bounds__(32 * C.warps)
   using Element = ElementOf<C.dtype>;
   constexpr int kThreads = 32 * C.warps, kThreadsPerRow = C.head_dim_v % 64 == 0 ? 8 : 4;
   constexpr int kRowsAtOnce = kThreads / kThreadsPerRow;
+  // After this wait the kernel before has ended: its results may be read, and its inputs overwritten.
+  wait_on_dependent_grids();
   const PassTile<C> tile(p);
   launch_dependent_grids();
   if (tile.row >= tile.span.length) return;

@@ -21,9 +21,16 @@ struct GapFill {
   float statistic;
 };
 
+constexpr int kMostFills = 3;
+
+struct GapFills {
+  GapFill of[kMostFills];
+};
+
 // Gap b lies between the end of sequence b - 1 and the start of sequence b.
-__global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ GapFill g) {
-  const int b = blockIdx.x / kCtasPerGap;
+__global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ GapFills fills) {
+  const int gaps = fills.of[0].batch + 1, number = blockIdx.x / kCtasPerGap, b = number % gaps;
+  const GapFill& g = fills.of[number / gaps];
   auto span = [&](int i) { return seq_span(g.cu, g.used, i, g.longest, g.total); };
   int64_t begin = 0, end = g.total;
   if (b > 0) {
@@ -52,37 +59,35 @@ __global__ void __launch_bounds__(kThreads) fill(const __grid_constant__ GapFill
   }
 }
 
-cudaError_t launch(const GapFill& gaps, cudaStream_t stream) {
-  return launch_kernel<fill>(int64_t(gaps.batch + 1) * kCtasPerGap, kThreads, 0, stream, gaps);
+cudaError_t launch(const GapFills& fills, int count, cudaStream_t stream) {
+  const int64_t gaps = int64_t(fills.of[0].batch) + 1;
+  return launch_kernel<fill>(count * gaps * kCtasPerGap, kThreads, 0, stream, fills);
 }
 
-cudaError_t fill_queries(const FwdProblem& p, const TensorView& m, int head_dim, int bytes, const RowStats& first,
-                         const RowStats& second, float statistic, cudaStream_t stream) {
-  return launch({p.varlen.cu_q, p.varlen.used_q, p.batch, p.seqlen_q, p.total_q, p.heads, head_dim, bytes, m, first,
-                 second, statistic},
-                stream);
+GapFill of_queries(const FwdProblem& p, const TensorView& m, int head_dim, int bytes, const RowStats& first,
+                   const RowStats& second, float statistic) {
+  return {p.varlen.cu_q, p.varlen.used_q, p.batch, p.seqlen_q, p.total_q, p.heads,
+          head_dim,      bytes,           m,       first,      second,    statistic};
 }
 
-cudaError_t fill_keys(const FwdProblem& p, const TensorView& m, int head_dim, int bytes, cudaStream_t stream) {
-  return launch(
-      {p.varlen.cu_k, p.varlen.used_k, p.batch, p.seqlen_k, p.total_k, p.heads_k, head_dim, bytes, m, {}, {}, 0.f},
-      stream);
+GapFill of_keys(const FwdProblem& p, const TensorView& m, int head_dim, int bytes) {
+  return {p.varlen.cu_k, p.varlen.used_k, p.batch, p.seqlen_k, p.total_k, p.heads_k, head_dim, bytes, m, {}, {}, 0.f};
 }
 
 }  // namespace
 
 cudaError_t zero_fill(const FwdProblem& p, cudaStream_t stream) {
   if (p.dense()) return cudaSuccess;
-  return fill_queries(p, p.out, p.head_dim_v, element_bytes(p.dtype), p.lse, p.row_max, -INFINITY, stream);
+  return launch({{of_queries(p, p.out, p.head_dim_v, element_bytes(p.dtype), p.lse, p.row_max, -INFINITY)}}, 1, stream);
 }
 
 cudaError_t zero_fill(const BwdProblem& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   if (f.dense()) return cudaSuccess;
   const int bytes = p.fp32_gradients ? sizeof(float) : element_bytes(f.dtype);
-  if (cudaError_t e = fill_queries(f, p.dq, f.head_dim, bytes, p.softmax_d, {}, 0.f, stream)) return e;
-  if (cudaError_t e = fill_keys(f, p.dk, f.head_dim, bytes, stream)) return e;
-  return fill_keys(f, p.dv, f.head_dim_v, bytes, stream);
+  return launch({{of_queries(f, p.dq, f.head_dim, bytes, p.softmax_d, {}, 0.f), of_keys(f, p.dk, f.head_dim, bytes),
+                  of_keys(f, p.dv, f.head_dim_v, bytes)}},
+                kMostFills, stream);
 }
 
 }  // namespace flash_cute

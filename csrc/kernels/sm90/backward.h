@@ -108,8 +108,8 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   params.splits = FastDivmod(p.splits.count());
   params.tile_counter = TileCounter::of(tiles, workers, uses_semaphore(p.dq_accumulate));
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
-  if (cudaError_t e = launch_kernel<backward_preprocess<C, dq_columns(C)>>(query_tiles, 32 * C.warps, 0, stream, p,
-                                                                           !uses_semaphore(p.dq_accumulate)))
+  if (cudaError_t e = launch_with_pdl<backward_preprocess<C, dq_columns(C)>>({query_tiles, 32 * C.warps, 0}, stream, p,
+                                                                             !uses_semaphore(p.dq_accumulate)))
     return e;
   if (cudaError_t e = launch_with_pdl<main_kernel<C>()>({ctas, threads(C), smem_bytes(C)}, stream, params)) return e;
   if (split_tiles > 0) {

@@ -6,6 +6,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "core/counter.h"
+#include "kernels/common/pdl.h"
 #include "kernels/launch.h"
 #include "kernels/sm90/forward_consumers.h"
 #include "kernels/sm90/forward_dropout.h"
@@ -40,6 +41,9 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
   } else {
     cluster_sync();
   }
+  // After this wait the kernel before has ended: its results may be read, its inputs overwritten, and the counter of
+  // tiles is this kernel's.
+  wait_on_dependent_grids();
   const int group = cutlass::canonical_warp_group_idx();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
@@ -110,7 +114,7 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
   params.tile_counter = TileCounter::of(tiles, workers, false);
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
-  return launch_kernel<forward<C>>(ctas, threads(C), smem_bytes(C), stream, params);
+  return launch_with_pdl<forward<C>>({ctas, threads(C), smem_bytes(C)}, stream, params);
 }
 
 }  // namespace flash_cute::sm90
