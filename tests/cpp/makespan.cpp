@@ -1,0 +1,147 @@
+// Orders of tiles against the best simple one, longest first: when the last CTA ends, if CTAs take tiles by number.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <queue>
+#include <vector>
+
+#include "core/family.h"
+#include "core/layout/backward_work.h"
+#include "core/layout/kv_tiles.h"
+#include "core/rows.h"
+#include "draw.h"
+
+using namespace flash_cute;
+
+namespace {
+
+constexpr Device kGpu{90, 232448, 132, 4800, 50 << 20, {}};
+constexpr int kTileCost = 2;  // of a tile beside its steps, in steps
+
+// When the last of `workers` ends.
+double makespan(const std::vector<int>& costs, int workers) {
+  std::priority_queue<int64_t, std::vector<int64_t>, std::greater<>> ends;
+  int64_t last = 0;
+  for (const int cost : costs) {
+    int64_t start = 0;
+    if (static_cast<int>(ends.size()) == workers) {
+      start = ends.top();
+      ends.pop();
+    }
+    ends.push(start + cost);
+    last = std::max(last, start + cost);
+  }
+  return static_cast<double>(last);
+}
+
+struct Ratios {
+  std::vector<double> all;
+
+  void add(std::vector<int> costs, int workers) {
+    const double planned = makespan(costs, workers);
+    std::sort(costs.begin(), costs.end(), std::greater<>());
+    all.push_back(planned / makespan(costs, workers));
+  }
+  double geomean() const {
+    double sum = 0;
+    for (const double ratio : all) sum += std::log(ratio);
+    return std::exp(sum / static_cast<double>(all.size()));
+  }
+  double share_over(double bound) const {
+    const auto over = std::count_if(all.begin(), all.end(), [&](double ratio) { return ratio > bound; });
+    return static_cast<double>(over) / static_cast<double>(all.size());
+  }
+};
+
+// Some rows that fit any draw.
+template <Op op>
+const KernelConfig& draw_config(Draw& draw, int block_m, int block_n, int cluster) {
+  static std::vector<const KernelConfig*> found;
+  found.clear();
+  for (const Row& row : rows_of_configs()) {
+    const KernelConfig& c = row.config;
+    if (c.op == op && c.arch == Arch::Sm90 && c.block_m == block_m && c.block_n == block_n && c.cluster == cluster &&
+        !c.walks_lists() && !c.rich())
+      found.push_back(&c);
+  }
+  REQUIRE(!found.empty());
+  return *found[draw.from(0, static_cast<int>(found.size()) - 1)];
+}
+
+FwdProblem draw_problem(Draw& draw, const KernelConfig& config, bool causal) {
+  FwdProblem f{};
+  f.dtype = config.dtype;
+  f.head_dim = config.head_dim;
+  f.head_dim_v = config.head_dim_v;
+  f.batch = draw.of({1, 1, 2, 4, 8});
+  f.heads_k = draw.of({1, 2, 4, 5, 8, 16});
+  f.heads = f.heads_k * draw.of({1, 2, 4, 5, 8});
+  f.seqlen_q = f.seqlen_k = draw.from(300, draw.of({2000, 9000, 20000}));
+  f.band = {Band::kUnbounded, causal ? 0 : Band::kUnbounded};
+  return f;
+}
+
+template <int kBlockM, int kBlockN, int kCluster>
+void add_backward(Draw& draw, bool causal, Ratios& ratios) {
+  const KernelConfig& config = draw_config<Op::Bwd>(draw, kBlockM, kBlockN, kCluster);
+  BwdProblem p{};
+  p.fwd = draw_problem(draw, config, causal);
+  const BwdPlan plan = make_plan(config, p, kGpu);
+  const BwdParams params{p, plan, {}};
+  const FastDivmod splits(plan.splits.count());
+  const int keys = kBlockN * kCluster, tiles = (p.fwd.seqlen_k + keys - 1) / keys * p.fwd.heads_k * p.fwd.batch;
+  const int split_tiles = plan.sums_of_splits ? tiles - plan.splits.whole_tiles : 0;
+  std::vector<int> costs;
+  for (int number = 0; number < tiles + split_tiles * (plan.splits.count() - 1); ++number) {
+    const BackwardWork<QueryInterval<kBlockM, kBlockN * kCluster>> work(params, splits, keys, number);
+    costs.push_back(kTileCost + static_cast<int>(work.steps()));
+  }
+  ratios.add(costs, plan.resident);
+}
+
+void add_forward(Draw& draw, bool causal, Ratios& ratios) {
+  const KernelConfig& config = draw_config<Op::Fwd>(draw, 128, 128, 1);
+  const FwdProblem p = draw_problem(draw, config, causal);
+  const FwdPlan plan = make_plan(config, p, kGpu, {});
+  const int rows = config.block_m, tiles = (p.seqlen_q + rows - 1) / rows, heads = p.heads / plan.pack_gqa * p.batch;
+  std::vector<int> costs;
+  for (int number = 0; number < tiles * heads; ++number) {
+    const HeadSets::Set set = plan.sets.of_tile(number, tiles, heads);
+    const int tile = tiles - 1 - (number - set.first * tiles) / set.heads;
+    const SeqInfo seq(p, 0);
+    const TileRange range = key_tiles(seq, p.band, tile * rows, rows, config.block_n);
+    for (int split = 0; split < plan.num_splits; ++split)
+      costs.push_back(kTileCost + even_share(range, split, plan.num_splits).end -
+                      even_share(range, split, plan.num_splits).begin);
+  }
+  ratios.add(costs, plan.resident);
+}
+
+}  // namespace
+
+TEST_CASE("orders of tiles end nearly as early as longest first") {
+  Draw draw;
+  for (const bool causal : {false, true}) {
+    Ratios forward, backward;
+    for (int n = 0; n < 1000; ++n) {
+      add_forward(draw, causal, forward);
+      switch (draw.from(0, 2)) {
+        case 0:
+          add_backward<64, 128, 1>(draw, causal, backward);
+          break;
+        case 1:
+          add_backward<128, 128, 1>(draw, causal, backward);
+          break;
+        default:
+          add_backward<64, 64, 2>(draw, causal, backward);
+      }
+    }
+    CAPTURE(causal);
+    CHECK(forward.geomean() < 1.005);
+    CHECK(backward.geomean() < 1.01);
+    CHECK(forward.share_over(1.03) < .02);
+    CHECK(backward.share_over(1.03) < .1);  // parts of split tiles, whose numbers of steps are small and uneven
+  }
+}
