@@ -106,7 +106,8 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
     if (cudaError_t e = map_keys(params.dv, p.dv, f.head_dim_v, 64, C.head_dim_v)) return e;
   }
   params.splits = FastDivmod(p.splits.count());
-  params.tile_counter = TileCounter::of(tiles, workers, uses_semaphore(p.dq_accumulate));
+  const bool waits = uses_semaphore(p.dq_accumulate) && adds_several_tiles<C>(f);
+  params.tile_counter = TileCounter::of(tiles, workers, waits);
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
   if (cudaError_t e = launch_with_pdl<backward_preprocess<C, dq_columns(C)>>({query_tiles, 32 * C.warps, 0}, stream, p,
                                                                              !uses_semaphore(p.dq_accumulate)))

@@ -11,7 +11,8 @@ template <KernelConfig C>
 class DqSemaphore {
  public:
   CUTE_DEVICE DqSemaphore(const BackwardParams& params, const WorkOf<C>& work, QueryStep step, int place = 0)
-      : serialized_(params.p.dq_accumulate == DqAccumulate::Serialized) {
+      : serialized_(params.p.dq_accumulate == DqAccumulate::Serialized),
+        has_others_(adds_several_tiles<C>(params.p.fwd)) {
     const BwdParams& p = params.p;
     const int head = work.first_head + step.head, row = work.queries.first_query(step.m);
     padded_row_ = first_padded_row(p, C.block_m, work.tile.batch, head, work.seq.q.offset) + row;
@@ -30,7 +31,7 @@ class DqSemaphore {
   CUTE_DEVICE bool is_first() const { return before_ == 0; }
 
   // Whether other tiles wait for this one.
-  CUTE_DEVICE bool is_awaited() const { return serialized_ || is_first(); }
+  CUTE_DEVICE bool is_awaited() const { return has_others_ && (serialized_ || is_first()); }
 
   // Called when this thread's stores or adds are complete. The release publishes them to all: it costs about 1 us, and
   // without it tiles were seen to add in another order.
@@ -45,7 +46,7 @@ class DqSemaphore {
   int64_t padded_row_;
   int* counter_;
   int before_;
-  bool serialized_;
+  bool serialized_, has_others_;
 };
 
 // One of two threads that store what the warpgroups wrote to shared memory: dQ, added to or starting the sums in global

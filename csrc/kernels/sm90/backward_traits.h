@@ -176,6 +176,12 @@ struct BackwardTraits {
   static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
+// Whether more than one tile of keys may add to a query's dQ.
+template <KernelConfig C>
+CUTE_HOST_DEVICE constexpr bool adds_several_tiles(const FwdProblem& p) {
+  return p.seqlen_k > C.block_n * C.cluster;
+}
+
 // Runs do_work(work, number of tiles before) for each tile of keys of the CTA, in a thread, or in all of a warp.
 template <bool kWarp = false, class Storage, class Do>
 CUTE_DEVICE void for_each_work(Storage& storage, const Do& do_work) {
