@@ -27,10 +27,10 @@ class KeyOrder:
 
     tiles_of_set: int  # tiles that start together, as a set
     heads_together: int  # kv heads whose tiles alternate
-    last_set: int  # first kv head of the last set of such heads, which has all that are left
     late_first: bool  # late keys first
     heads_inside: bool  # a key tile visits all query heads of a query tile before the next one
     down_and_up: bool  # sets alternately begin with the last and with the first queries
+    last_set: int  # first kv head of the last set of heads, which has all that are left
 
 
 # Fields of a Plan that its line leaves out, or has at its beginning.

@@ -372,7 +372,13 @@ def test_order_of_dq(sizes, options, expected):
 def test_order_of_keys(sizes, options, by_default, serialized):
     for deterministic, expected in ((False, by_default), (True, serialized)):
         order = plan("bwd", *sizes, **options, deterministic=deterministic).key_order
-        assert dataclasses.astuple(order) == expected
+        *found, last_set = dataclasses.astuple(order)
+        assert tuple(found) == expected
+        batch, _, heads, _, seqlen_k = sizes[:5]
+        pair = 2 if sizes[5] > 128 else 1
+        tiles, resident = -(-seqlen_k // 128), 132 // pair
+        in_last, least = batch * heads - last_set, -(-2 * resident // tiles) if options else 1
+        assert last_set % found[1] == 0 and min(least, batch * heads) <= in_last < least + found[1]
 
 
 def test_serialized_adds_never_share_l2():
