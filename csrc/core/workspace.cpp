@@ -68,7 +68,9 @@ DecodeWorkspace lay_out(Arena& arena, const KernelConfig& config, const DecodePr
   DecodeWorkspace work;
   work.split_out = arena.take(product({rows, config.head_dim_v}));
   work.split_lse = arena.take(rows);
-  if (!p.even_splits()) work.arrived = reinterpret_cast<unsigned*>(arena.take(plan.slots));
+  const FwdProblem& f = p.fwd;
+  const int64_t tiles = (int64_t(f.seqlen_q) * (f.heads / f.heads_k) + config.block_m - 1) / config.block_m;
+  work.slots_of_tiles = reinterpret_cast<SlotsOfTile*>(arena.take(product({2, f.batch, tiles, f.heads_k})));
   return work;
 }
 

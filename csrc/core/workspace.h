@@ -46,10 +46,16 @@ struct BwdWorkspace {
   StripBits* strips = nullptr;  // [token masks]; null: steps of sparse calls are whole tiles of queries
 };
 
+// The slots of a work tile's splits.
+struct SlotsOfTile {
+  int count;  // of splits; 1: the result is in its place
+  int first;  // TileSplits::first
+};
+
 struct DecodeWorkspace {
   float* split_out = nullptr;  // [slots, block_m, head_dim_v of the tile]
   float* split_lse = nullptr;  // [slots, block_m]
-  unsigned* arrived = nullptr;  // [slots]: finished splits of a work tile; even splits have persistent counters
+  SlotsOfTile* slots_of_tiles = nullptr;  // [b, tiles of queries, h_k], of tiles that have queries
 };
 
 template <Op>

@@ -1,4 +1,4 @@
-// The epilogue of decode: a split's results go to the workspace; the last split of a work tile to finish combines all.
+// The epilogue of decode: results go to the output, or those of a split to the workspace.
 #pragma once
 
 #include "kernels/common/forward_rules.h"
@@ -67,39 +67,6 @@ CUTE_DEVICE void store(To* to, const cutlass::Array<float, kCount>& x) {
   *reinterpret_cast<Together*>(to) = reinterpret_cast<const Together&>(rounded);
 }
 
-// Reads numbers that another CTA may have written.
-CUTE_DEVICE float load_written(const float* from) {
-  float x;
-  asm volatile("ld.relaxed.gpu.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
-  return x;
-}
-
-CUTE_DEVICE cutlass::Array<float, 4> load_four_written(const float* from) {
-  cutlass::Array<float, 4> x;
-  asm volatile("ld.relaxed.gpu.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-               : "l"(from)
-               : "memory");
-  return x;
-}
-
-// Combines a work tile's splits, which other CTAs may have written, one row a warp.
-template <KernelConfig C>
-CUTE_DEVICE void combine_splits(const DecodeParams& p, const KvSplit& split) {
-  constexpr int kAtOnce = C.head_dim_v <= 128 ? 16 : 8;  // wide heads have no registers for more
-  const int rows = rows_of(p, split, C.block_m);
-  for (int i = threadIdx.x / 32; i < rows; i += C.warps) {
-    const RowDestination<C> row(p, split, i, true);
-    auto row_of = [&](int n) { return int64_t(split.all.slot(n)) * C.block_m + i; };
-    const float lse = merge_row<4, kAtOnce>(
-        split.all.count, [&](int n) { return load_written(p.split_lse + row_of(n)); },
-        [&](int n, int column) { return load_four_written(p.split_out + row_of(n) * C.head_dim_v + column); },
-        p.fwd.head_dim_v, row.sink,
-        [&](int column, const auto& x) { row.visit([&](auto* to) { store(to + column, x); }); });
-    if (threadIdx.x % 32 == 0) *row.lse = lse;
-  }
-}
-
 // Combines the results of a CTA's teams for a split. Columns of all rows are spread over all threads. Each thread's
 // first address is computed in the constructor, before the barrier at which most wait for the last team.
 template <KernelConfig C>
@@ -136,23 +103,6 @@ class TeamMerge {
   const int count_;  // of merge()'s items
   const RowDestination<C> first_;
 };
-
-// Whether this split, which the whole CTA has written, is the last of its work tile to finish.
-CUTE_DEVICE bool arrives_last(const DecodeParams& p, const TileSplits& splits, bool& shared) {
-  // After this barrier all of the split is written.
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    unsigned* const arrived = p.arrived + splits.first;
-    unsigned before;
-    // After this acquire-release every CTA sees what earlier arrivals wrote.
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(arrived) : "memory");
-    shared = before + 1 == unsigned(splits.count);
-    if (shared) *arrived = 0;
-  }
-  // After this barrier all threads know.
-  __syncthreads();
-  return shared;
-}
 
 // With one team: normalizes its output (rows,dims) at coordinates `at` and stores it directly.
 template <KernelConfig C, class Output, class Softmax, class Coordinates>

@@ -63,7 +63,6 @@ struct DecodeTraits {
     VisibleSplit splits[kDescribed];  // a ring
     SplitsOf<C> more_splits;  // not described yet
     alignas(16) RowSum sums[C.block_m][kTeams];
-    bool last;  // whether the split is the last of its work tile to finish
   };
   static constexpr int kStageBytes = kTeams * sizeof(Tile);
   static_assert(C.warps % kRowWarps == 0 && C.block_n % (16 * kTeams) == 0);

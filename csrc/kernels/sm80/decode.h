@@ -3,13 +3,13 @@
 // keys, each with its own cp.async stages; keys of the next split are loaded while the current one is computed.
 #pragma once
 
-#include "core/counter.h"
 #include "kernels/common/pdl.h"
 #include "kernels/launch.h"
 #include "kernels/passes/append.h"
 #include "kernels/decode/attend.h"
 #include "kernels/decode/load.h"
 #include "kernels/decode/combine.h"
+#include "kernels/decode/merge_splits.h"
 #include "kernels/sm80/resources.h"
 
 namespace flash_cute::sm80 {
@@ -91,23 +91,20 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
       __syncthreads();
       merge(storage, stage == 0 ? C.stages - 1 : stage - 1);
     }
-    if (split.all.count > 1 && arrives_last(p, split.all, storage.last)) combine_splits<C>(p, split);
+    if (p.slots > 0 && split.index == 0 && threadIdx.x == 0)
+      p.slots_of_tiles[number_of_tile(p, split, C.block_m)] = {split.all.count, split.all.first};
   }
 }
 
 template <KernelConfig C>
 cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
-  DecodeParams counted = p;  // with the counters of this launch
-  if (p.arrived != nullptr) {
-    if (cudaError_t e = cudaMemsetAsync(p.arrived, 0, p.slots * sizeof(*p.arrived), stream)) return e;
-  } else if (p.slots > 0) {
-    if (cudaError_t e = zeroed_counters(counted.arrived, p.ctas(), stream)) return e;
-  }
   if (p.appends()) {
     if (cudaError_t e = append_keys(p, stream, p.resident_ctas)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
-  return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), smem_bytes(C), p.cluster_ctas}, stream, counted);
+  if (cudaError_t e = launch_with_pdl<decode<C>>({p.ctas(), C.threads(), smem_bytes(C), p.cluster_ctas}, stream, p))
+    return e;
+  return p.slots == 0 ? cudaSuccess : merge_splits<C>(p, stream);
 }
 
 }  // namespace flash_cute::sm80

@@ -1,0 +1,59 @@
+// The pass after decode that combines the splits of each work tile.
+#pragma once
+
+#include "kernels/common/pdl.h"
+#include "kernels/decode/combine.h"
+#include "kernels/launch.h"
+
+namespace flash_cute::decode {
+
+constexpr int kMergedRows = 4;  // of a CTA, one a warp
+
+CUTE_HOST_DEVICE int tiles_of_sequence(const DecodeParams& p, int block_m) {
+  return static_cast<int>((int64_t(p.fwd.seqlen_q) * p.group.value + block_m - 1) / block_m);
+}
+
+// The place of a split's work tile in DecodeWorkspace::slots_of_tiles.
+CUTE_DEVICE int number_of_tile(const DecodeParams& p, const KvSplit& split, int block_m) {
+  return (split.b * tiles_of_sequence(p, block_m) + split.row / block_m) * p.fwd.heads_k + split.head_k;
+}
+
+template <KernelConfig C>
+__global__ void __launch_bounds__(32 * kMergedRows) merge_rows(const __grid_constant__ DecodeParams p) {
+  constexpr int kCtas = cute::ceil_div(C.block_m, kMergedRows);  // of a work tile
+  constexpr int kAtOnce = 16;
+  const int number = blockIdx.x / kCtas, i = blockIdx.x % kCtas * kMergedRows + threadIdx.x / 32;
+  const int tile = p.heads_k.div(number), tiles = tiles_of_sequence(p, C.block_m);  // tile: over all sequences
+  launch_dependent_grids();
+  // After this wait the results of all splits are there, and lengths are final.
+  wait_on_dependent_grids();
+  KvSplit split;
+  split.head_k = number - tile * p.fwd.heads_k;
+  split.b = tile / tiles;
+  split.row = tile % tiles * C.block_m;
+  split.seq = cached_seq(p, split.b);
+  if (i >= rows_of(p, split, C.block_m)) return;
+  const auto [count, first] = p.slots_of_tiles[number];
+  if (count == 1) return;
+  split.all = {p.even_splits(), count, first};
+  const RowDestination<C> row(p, split, i, true);
+  auto row_of = [&](int n) { return int64_t(split.all.slot(n)) * C.block_m + i; };
+  const float lse = merge_row<4, kAtOnce>(
+      count, [&](int n) { return p.split_lse[row_of(n)]; },
+      [&](int n, int column) {
+        return *reinterpret_cast<const cutlass::AlignedArray<float, 4>*>(p.split_out + row_of(n) * C.head_dim_v +
+                                                                         column);
+      },
+      p.fwd.head_dim_v, row.sink,
+      [&](int column, const auto& x) { row.visit([&](auto* to) { store(to + column, x); }); });
+  if (threadIdx.x % 32 == 0) *row.lse = lse;
+}
+
+template <KernelConfig C>
+cudaError_t merge_splits(const DecodeParams& p, cudaStream_t stream) {
+  const int64_t tiles = int64_t(p.fwd.batch) * tiles_of_sequence(p, C.block_m) * p.fwd.heads_k;
+  const int64_t ctas = tiles * cute::ceil_div(C.block_m, kMergedRows);
+  return launch_with_pdl<merge_rows<C>>({ctas, 32 * kMergedRows, 0}, stream, p);
+}
+
+}  // namespace flash_cute::decode
