@@ -31,7 +31,7 @@ def config_ids(text: str) -> set[str]:
         head_dim, head_dim_v, m, n, stages, warps, ctas, cluster, *tiles = numbers
         kind = f"{op}_{arch}_{dtype}_{tier}".lower()
         suffix = f"_x{cluster}" if int(arch[2:]) >= 90 else ""
-        suffix += "_list" if tiles == ["TileKind::List"] else ""
+        suffix += "".join(f"_{kind.removeprefix('TileKind::').lower()}" for kind in tiles)
         ids.add(f"{kind}_d{head_dim}x{head_dim_v}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}")
     return ids
 

@@ -169,7 +169,7 @@ def kernel_id(symbol: str) -> str:
     op, arch, dtype, tier, *numbers, cluster, tiles = (int(x or 0) for x in match.groups())
     dim, dim_v, m, n, stages, warps, ctas = numbers
     kind = f"{_OPS[op]}_sm{arch}_{_DTYPES[dtype]}_{_TIERS[tier]}_d{dim}x{dim_v}"
-    suffix = (f"_x{cluster}" if arch >= 90 else "") + ("_list" if tiles else "")
+    suffix = (f"_x{cluster}" if arch >= 90 else "") + ("", "_list", "_tokens")[tiles]
     return f"{kind}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}"
 
 

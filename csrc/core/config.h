@@ -9,7 +9,9 @@ enum class Op { Fwd, Bwd, Decode };  // Decode: forward over a key/value cache
 enum class Arch { Sm80 = 80, Sm90 = 90 };
 enum class DType { FP16, BF16, TF32, TF32x3 };  // the last two: fp32, in one or in three products of TF32
 enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules), and scales below 0
-enum class TileKind { Interval, List };  // the tiles that a kernel visits: consecutive, or of a list (TileLists)
+// The tiles that a kernel visits: consecutive ones, or those of a list (TileLists). Tokens: consecutive tiles of keys for
+// rows that are all query heads of a group for a token, then for the next.
+enum class TileKind { Interval, List, Tokens };
 
 constexpr int element_bytes(DType dtype) {
   switch (dtype) {
@@ -75,6 +77,7 @@ struct KernelConfig {
   bool operator==(const KernelConfig&) const = default;
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
   constexpr bool walks_lists() const { return tiles == flash_cute::TileKind::List; }
+  constexpr bool packs_tokens() const { return tiles == flash_cute::TileKind::Tokens; }
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
 
   // Threads of the warps that issue MMA.
@@ -86,6 +89,9 @@ struct KernelConfig {
     return std::string(flash_cute::name(op)) + number("_sm", static_cast<int>(arch)) + "_" + flash_cute::name(dtype) +
            (rich() ? "_rich" : "_plain") + number("_d", head_dim) + number("x", head_dim_v) + number("_m", block_m) +
            number("_n", block_n) + number("_s", stages) + number("_w", warps) + number("_c", ctas) +
-           (has_clusters(arch) ? number("_x", cluster) : "") + (walks_lists() ? "_list" : "");
+           (has_clusters(arch) ? number("_x", cluster) : "") +
+           (walks_lists()    ? "_list"
+            : packs_tokens() ? "_tokens"
+                             : "");
   }
 };

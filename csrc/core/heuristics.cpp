@@ -17,12 +17,14 @@ static double cost_per_us(const KernelConfig& config, int sms) {
 
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
   return a.op != Op::Bwd && a.op == b.op && (a.arch == b.arch || a.op == Op::Decode) && a.dtype == b.dtype &&
-         a.tier == b.tier && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v && a.tiles == b.tiles;
+         a.tier == b.tier && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v &&
+         a.walks_lists() == b.walks_lists();
 }
 
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem) {
   if (problem.heads_k == 0 || problem.rules.rng != nullptr || problem.lists.on()) return 1;
   const int group = problem.heads / problem.heads_k, most = family_of(config).max_pack_gqa(config);
+  if (config.packs_tokens()) return group;
   int heads = 1;
   while (2 * heads <= most && group % (2 * heads) == 0 && int64_t(2 * heads) * problem.seqlen_q <= config.block_m) {
     heads *= 2;
@@ -31,16 +33,22 @@ int pack_gqa(const KernelConfig& config, const FwdProblem& problem) {
 }
 
 bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads) {
-  return heads >= 1 && pack_gqa(config, problem) % heads == 0;
+  const int most = pack_gqa(config, problem);
+  return config.packs_tokens() ? heads == most : heads >= 1 && most % heads == 0;
 }
 
 int packed_heads(const KernelConfig& config, const FwdProblem& problem, const FwdOverrides& overrides) {
   return may_pack(config, problem, overrides.pack_gqa) ? overrides.pack_gqa : pack_gqa(config, problem);
 }
 
+int queries_of_tile(const KernelConfig& config, const FwdProblem& problem) {
+  if (!config.packs_tokens()) return config.block_m * config.cluster;
+  return config.block_m / std::max(1, problem.heads / std::max(1, problem.heads_k));
+}
+
 // Tiles of queries per sequence and head, each of a CTA or of a cluster.
 static int row_tiles(const KernelConfig& config, const FwdProblem& one) {
-  return detail::ceil_div(one.seqlen_q, config.block_m * config.cluster);
+  return detail::ceil_div(one.seqlen_q, queries_of_tile(config, one));
 }
 
 // The number of CTAs, or clusters, that run at once.
@@ -68,7 +76,7 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   // Under a band the CTAs of a cluster see different keys, and wait for each other.
   const bool banded = !one.band.is_open();
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
-  const int rows = config.block_m * config.cluster, tiles = row_tiles(config, one);
+  const int rows = queries_of_tile(config, one), tiles = row_tiles(config, one);
   const double work_tiles = double(tiles) * (problem.heads / heads) * problem.batch;
   const double resident_ctas = resident_ctas_of(config, sms);
   const double filled_rows = std::min(1.0, double(one.seqlen_q) * heads / config.block_m);  // of the fullest CTA

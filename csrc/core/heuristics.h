@@ -18,6 +18,9 @@ bool alternatives(const KernelConfig& a, const KernelConfig& b);
 // then has all queries of its heads, and the kernel supports any power of two up to that number.
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem);
 bool may_pack(const KernelConfig& config, const FwdProblem& problem, int heads);
+// Queries of a tile of a CTA or a cluster, whose rows may be those of several heads.
+int queries_of_tile(const KernelConfig& config, const FwdProblem& problem);
+
 // The override's pack_gqa if the kernel supports it, else pack_gqa().
 int packed_heads(const KernelConfig& config, const FwdProblem& problem, const FwdOverrides& overrides);
 

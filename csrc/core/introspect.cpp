@@ -31,7 +31,9 @@ JsonObject describe(const KernelConfig& config) {
       .integer("threads", family_of(config).threads(config))
       .integer("ctas", config.ctas)
       .integer("cluster", config.cluster)
-      .text("tiles", config.walks_lists() ? "list" : "interval")
+      .text("tiles", config.walks_lists()    ? "list"
+                     : config.packs_tokens() ? "tokens"
+                                             : "interval")
       .integer("smem_bytes", family_of(config).smem_bytes(config));
 }
 

@@ -16,6 +16,11 @@ static bool lacks_vectors(const DecodeProblem& p) {
   return !p.has_vectors();
 }
 
+// Whether tiles of tokens hold the query heads of a group, of which there are several.
+static bool packs_group(const KernelConfig& config, const FwdProblem& p) {
+  return p.heads_k > 0 && p.heads > p.heads_k && p.heads / p.heads_k <= config.block_m;
+}
+
 // The refusals that depend only on sizes.
 template <Op op>
 static Refusal refusal_of_sizes(const KernelConfig& config, const Problem<op>& problem) {
@@ -27,6 +32,7 @@ static Refusal refusal_of_sizes(const KernelConfig& config, const Problem<op>& p
       .head_dim_v = forward.head_dim_v > config.head_dim_v,
       .vectors = lacks_vectors(problem),
       .tiles = config.walks_lists() != forward.lists.on(),
+      .group = config.packs_tokens() && !packs_group(config, forward),
   };
 }
 
@@ -91,6 +97,8 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
   add(refusal.vectors, "needs head dims that are multiples of 8, and vectors of 8 numbers on 16-byte boundaries");
   add(refusal.tiles, config.walks_lists() ? "for sparse calls (tile_lists), the call is not sparse"
                                           : "not for sparse calls (tile_lists), the call is sparse");
+  add(refusal.group, "for 2 to " + number(config.block_m) + " query heads a kv head, the call has " +
+                         number(problem.heads_k > 0 ? problem.heads / problem.heads_k : 0));
   add(refusal.lists,
       "deterministic over tile_lists only with tile_ranks and without a window that is bounded to the left");
   return reasons;

@@ -12,11 +12,11 @@ namespace flash_cute {
 struct Refusal {
   bool dtype = false, tier = false, head_dim = false, head_dim_v = false, gpu = false, shared_memory = false,
        tensor_map = false, empty_columns = false, pages = false, dropout = false, splits = false,
-       fp32_gradients = false, vectors = false, tiles = false, lists = false;
+       fp32_gradients = false, vectors = false, tiles = false, lists = false, group = false;
 
   bool any() const {
     return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || empty_columns || pages ||
-           dropout || splits || fp32_gradients || vectors || tiles || lists;
+           dropout || splits || fp32_gradients || vectors || tiles || lists || group;
   }
 };
 

@@ -30,7 +30,9 @@ class KernelConfig:
     ctas: int  # CTAs per SM that the launch bounds ask for
     cluster: int
     smem_bytes: int  # of a CTA
-    tiles: str = "interval"  # key tiles that it visits: consecutive ("interval") or of a "list"
+    # Key tiles that it visits: consecutive ("interval"), of a "list", or consecutive for rows that
+    # are all heads of a group for each of some "tokens".
+    tiles: str = "interval"
     built: bool = True  # whether the loaded library has it
 
     @property

@@ -41,6 +41,11 @@ class Kernel(NamedTuple):
         return self.id.endswith("_list")
 
     @property
+    def packs_tokens(self) -> bool:
+        """Whether its rows are the query heads of tokens, so that it needs several a kv head."""
+        return self.id.endswith("_tokens")
+
+    @property
     def vector(self) -> int:
         """Head dims of its tensors are multiples of this."""
         return 1 if self._can("unaligned") else 8
@@ -49,6 +54,7 @@ class Kernel(NamedTuple):
         problem = kernels.Problem(
             self.op, self.dtype, head_dim=self.dim, head_dim_v=self.dim_v, seqlen_q=64,
             allow_tf32=self.precision == "tf32", lists=self.op != "decode" and self.walks_lists,
+            heads=2, heads_k=1,
         )  # fmt: skip
         with_flag: dict[str, Any] = {flag: True}
         problem = replace(problem, **with_flag)

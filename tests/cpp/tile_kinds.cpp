@@ -106,21 +106,31 @@ void check_moves(const Tiles& tiles) {
 template <int kBlockN, int kGroups>
 struct SharedCase {
   FwdParams p{};
+  bool of_tokens;  // all groups have the queries of the tile
   SeqInfo seq{SeqSpan{}, SeqSpan{}};
   QueryGroups queries;
   int splits;
 
-  explicit SharedCase(Draw& draw) : seq({0, draw.from(1, 500)}, {0, draw.from(0, 400)}), splits(draw.of({1, 1, 2, 3})) {
+  explicit SharedCase(Draw& draw, bool of_tokens = false)
+      : of_tokens(of_tokens), seq({0, draw.from(1, 500)}, {0, draw.from(0, 400)}), splits(draw.of({1, 1, 2, 3})) {
     constexpr int kRows = 64 * kGroups;
     p.band = draw.band(200);
     p.num_splits = splits;
     const int cluster = draw.from(1, 2), rank = draw.from(0, cluster - 1);
+    if (of_tokens) {
+      const int tokens = draw.from(1, kRows), row = draw.from(0, (seq.q.length - 1) / tokens) * tokens;
+      queries = {{row, 0, 0}, tokens, {row, 0, 0}, kRows};
+      return;
+    }
     const int first = draw.from(0, (seq.q.length - 1) / (cluster * kRows)) * cluster * kRows;
     queries = {
         {first, 0, 0}, cluster * kRows, {first + rank * kRows, 0, 0}, cluster > 1 ? kRows : draw.of({kRows, 64})};
   }
 
-  int row_of_group(int group) const { return queries.tile.row + 64 * group % queries.rows_of_head; }
+  int row_of_group(int group) const { return queries.tile.row + (of_tokens ? 0 : 64 * group % queries.rows_of_head); }
+  int past_row(int group) const {
+    return std::min(row_of_group(group) + (of_tokens ? queries.rows : 64), seq.q.length);
+  }
 
   template <SharedKvTiles Tiles>
   std::set<std::pair<int, int>> pairs(int group) const {
@@ -138,7 +148,7 @@ struct SharedCase {
         const int key = tiles.first_key(n),
                   seen = n == tiles.end - 1 && shared.ends_in_half(group) ? kBlockN / 2 : kBlockN;
         loaded &= key == shared.first_key(n);
-        for (int i = row; i < row + 64 && i < seq.q.length; ++i) {
+        for (int i = row; i < past_row(group); ++i) {
           for (int j = key; j < key + kBlockN; ++j) {
             const bool sees_it = sees(seq, p.band, i, j);
             full &= !tiles.full(n) || sees_it;
@@ -159,7 +169,7 @@ struct SharedCase {
   std::set<std::pair<int, int>> expected(int group, const std::vector<int>& blocks) const {
     std::set<std::pair<int, int>> seen;
     const int row = row_of_group(group);
-    for (int i = row; i < row + 64 && i < seq.q.length; ++i) {
+    for (int i = row; i < past_row(group); ++i) {
       for (const int block : blocks) {
         for (int j = block * kBlockN; j < (block + 1) * kBlockN; ++j) {
           if (sees(seq, p.band, i, j)) seen.emplace(i, j);
@@ -169,6 +179,21 @@ struct SharedCase {
     return seen;
   }
 };
+
+template <int kBlockN>
+void check_tokens(Draw& draw) {
+  const SharedCase<kBlockN, 2> c(draw, true);
+  CAPTURE(c.seq.q.length);
+  CAPTURE(c.seq.k.length);
+  CAPTURE(c.p.band);
+  CAPTURE(c.queries.tile.row);
+  CAPTURE(c.queries.rows);
+  std::vector<int> all((c.seq.k.length + kBlockN - 1) / kBlockN);
+  std::iota(all.begin(), all.end(), 0);
+  for (int group = 0; group < 2; ++group) {
+    CHECK(c.template pairs<SharedKvOfTokens<kBlockN>>(group) == c.expected(group, all));
+  }
+}
 
 template <int kBlockN, int kGroups>
 void check_shared(Draw& draw) {
@@ -301,6 +326,8 @@ TEST_CASE("groups of queries meet what they see in the tiles of keys that they s
     check_shared<16, 2>(draw);
     check_shared<48, 3>(draw);
     check_shared<128, 2>(draw);
+    check_tokens<64>(draw);
+    check_tokens<128>(draw);
   }
 }
 

@@ -32,6 +32,8 @@ def rules_of(kernel, rules):
 def fitted(case, kernel):
     """The case with the kernel's sizes, and all rules that it has but a softcap."""
     sizes = {"dim": kernel.dim, "dim_v": kernel.dim_v, "dtype": kernel.dtype}
+    if kernel.packs_tokens and case.heads_k in (None, case.heads):
+        sizes["heads_k"] = case.heads // 4
     return replace(case, **sizes, **rules_of(kernel, ALIBI))
 
 
@@ -101,10 +103,12 @@ def test_tiles_of_keys_that_end_after_the_tensor(cuda, name):
     dtype, heads = kernel.dtype, 2048 // kernel.dim
     with library.only(name):
         for _ in range(4):
-            q = torch.randn(4, 4096, heads, kernel.dim, device=cuda, dtype=dtype)
+            heads_q = 2 * heads if kernel.packs_tokens else heads
+            q = torch.randn(4, 4096, heads_q, kernel.dim, device=cuda, dtype=dtype)
+            k = q if heads_q == heads else q[:, :, ::2].contiguous()
             v = torch.randn(4, 4096, heads, kernel.dim_v, device=cuda, dtype=dtype)
             for causal in (False, True):
-                assert torch.ops.flash_cute.fwd(q, q, v, is_causal=causal)[0].isfinite().all()
+                assert torch.ops.flash_cute.fwd(q, k, v, is_causal=causal)[0].isfinite().all()
 
 
 def test_ids_say_what_a_kernel_is():

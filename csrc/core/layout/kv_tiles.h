@@ -54,20 +54,30 @@ struct QueryGroups {
   int rows_of_head;  // rows of the tile that each of its pack_gqa heads has
 };
 
-// Consecutive tiles; tile 0 starts at the split's first key that some query of the cluster sees.
-template <int kBlockN, int kGroups>
-struct SharedKvInterval {
+// The keys of a split that some query of a cluster sees, and in how many tiles of kBlockN from the first on.
+template <int kBlockN>
+struct SplitKeys {
   RowSpan keys;
   int count;
-  TileRange ranges[kGroups];
-  bool halves[kGroups];
 
-  FC_HOST_DEVICE SharedKvInterval(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
+  FC_HOST_DEVICE SplitKeys(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
       : keys(visible_keys(seq, p.band, queries.of_cluster.row, queries.rows)) {
     const int tiles = detail::at_least(0, (keys.last - keys.first + kBlockN - 1) / kBlockN);
     const int begin = tiles * split / p.num_splits, end = tiles * (split + 1) / p.num_splits;
     count = end - begin;
     keys = {keys.first + begin * kBlockN, detail::at_most(keys.last, keys.first + end * kBlockN)};
+  }
+};
+
+// Consecutive tiles; tile 0 starts at the split's first key that some query of the cluster sees.
+template <int kBlockN, int kGroups>
+struct SharedKvInterval : SplitKeys<kBlockN> {
+  using SplitKeys<kBlockN>::keys, SplitKeys<kBlockN>::count;
+  TileRange ranges[kGroups];
+  bool halves[kGroups];
+
+  FC_HOST_DEVICE SharedKvInterval(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
+      : SplitKeys<kBlockN>(p, seq, queries, split) {
     for (int i = 0; i < kGroups; ++i) {
       const int row = queries.tile.row + 64 * i % queries.rows_of_head;
       const bool exists = row < seq.q.length;
@@ -82,5 +92,25 @@ struct SharedKvInterval {
   FC_HOST_DEVICE bool ends_in_half(int group) const { return halves[group]; }
 };
 static_assert(SharedKvTiles<SharedKvInterval<64, 2>>);
+
+// The same for rows of tokens: all groups visit what some token of the tile sees.
+template <int kBlockN>
+struct SharedKvOfTokens : SplitKeys<kBlockN> {
+  using SplitKeys<kBlockN>::keys, SplitKeys<kBlockN>::count;
+  TileRange range;
+  bool half;
+
+  FC_HOST_DEVICE SharedKvOfTokens(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
+      : SplitKeys<kBlockN>(p, seq, queries, split),
+        range(key_tiles(seq, p.band, queries.tile.row, queries.rows, kBlockN, keys.first).before(count)) {
+    const int last = visible_keys(seq, p.band, queries.tile.row, queries.rows).last - keys.first;
+    half = last <= range.end * kBlockN - kBlockN / 2;
+  }
+
+  FC_HOST_DEVICE int first_key(int n) const { return keys.first + n * kBlockN; }
+  FC_HOST_DEVICE KvInterval<kBlockN> of_group(int) const { return {range, keys.first}; }
+  FC_HOST_DEVICE bool ends_in_half(int) const { return half; }
+};
+static_assert(SharedKvTiles<SharedKvOfTokens<64>>);
 
 }  // namespace flash_cute

@@ -31,6 +31,12 @@ struct TilesOfKind<TileKind::List> {
   using Query = QueryList<kQueries, kKeys>;
 };
 
+template <>
+struct TilesOfKind<TileKind::Tokens> : TilesOfKind<TileKind::Interval> {
+  template <int kKeys, int>
+  using SharedKv = SharedKvOfTokens<kKeys>;
+};
+
 // The tiles of keys for a tile of queries; in Hopper's forward for all groups of queries of a CTA.
 template <KernelConfig C, int kKeys = C.block_n>
 using KvTilesOf = typename TilesOfKind<C.tiles>::template Kv<kKeys>;

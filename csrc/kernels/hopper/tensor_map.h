@@ -58,6 +58,20 @@ struct RaggedMap {
     }
   }
 
+  // Loads rows of tokens from query `row` on into a tile of kRows x kCols: `head_k` is the kv head of their group.
+  template <int kRows, int kCols, class Element>
+  CUTE_DEVICE void load_tokens(Element* to, uint64_t* barrier, TMA::CacheHintSm90 hint, const SeqSpan& span, int row,
+                               int head_k, int batch) const {
+    constexpr int kAtom = atom_columns(kCols, sizeof(Element));
+    const bool dense = batch_step != 0;
+    const int at[3] = {dense ? row : longest - span.length + row, dense ? head_k : int(span.offset) + span.length,
+                       dense ? batch : head_k};
+    CUTE_UNROLL
+    for (int col = 0; col < kCols; col += kAtom) {
+      SM90_TMA_LOAD_5D::copy(&map, barrier, uint64_t(hint), to + col * kRows, col, 0, at[0], at[1], at[2]);
+    }
+  }
+
   // Stores rows from `row` on, which exists, as many as the map's box has, of a shared tile of kRows x kCols: columns
   // from `first_col` on.
   template <int kRows, int kCols, class Element>
@@ -84,14 +98,32 @@ inline EncodeTiled find_encode_tiled() {
                                                                       : nullptr;
 }
 
+// Encodes a map of 16-bit numbers with the swizzle of an atom of columns; `base` may lie before the memory.
+inline cudaError_t encode_map(CUtensorMap& map, void* base, const cuuint64_t (&sizes)[5],
+                              const cuuint64_t (&strides)[4], const cuuint32_t (&box)[5]) {
+  static const EncodeTiled encode = find_encode_tiled();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  auto encode_once = [&] {
+    return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, base, sizes, strides, box, steps,
+                  CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  box[0] * 2 == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult status = encode_once();
+  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // a thread that has not used CUDA yet: cudaFree() creates its context
+    if (cudaError_t e = cudaFree(nullptr)) return e;
+    status = encode_once();
+  }
+  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
 // For boxes of `box_rows` rows of an atom of tile_cols columns and `box_heads` heads: all rows of a head, then those
 // of the next. Sequences have at most `longest` rows each; packed ones have `total` together, and `total` is -1 for a
 // dense tensor.
 template <class Element>
 cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int head_dim, int longest, int64_t total, int heads,
                             int batch, int box_rows, int tile_cols, int box_heads = 1) {
-  static const EncodeTiled encode = find_encode_tiled();
-  if (encode == nullptr) return cudaErrorNotSupported;
   constexpr int64_t kElement = sizeof(Element);
   static_assert(kElement == 2, "maps of other elements have types of their own");
   const bool dense = total < 0;
@@ -103,22 +135,33 @@ cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int head_dim
   const cuuint64_t strides[4] = {bytes(m.row), bytes(m.row), bytes(m.head), bytes(m.batch)};
   const int atom = atom_columns(tile_cols, kElement);
   const cuuint32_t box[5] = {cuuint32_t(atom), cuuint32_t(box_rows), 1, cuuint32_t(box_heads), 1};
-  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
-  char* base = static_cast<char*>(m.ptr) - int64_t(longest) * int64_t(strides[0]);
-  auto encode_map = [&] {
-    return encode(&result.map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, base, sizes, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  atom * kElement == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                  CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  };
-  CUresult status = encode_map();
-  if (status == CUDA_ERROR_INVALID_CONTEXT) {  // a thread that has not used CUDA yet: cudaFree() creates its context
-    if (cudaError_t e = cudaFree(nullptr)) return e;
-    status = encode_map();
-  }
   result.longest = longest;
   result.batch_step = dense ? 1 : 0;
-  return status == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  char* const base = static_cast<char*>(m.ptr) - int64_t(longest) * int64_t(strides[0]);
+  return encode_map(result.map, base, sizes, strides, box);
+}
+
+// For load_tokens(): boxes of `tokens` tokens, each with `group` heads. Dense: (dim, head of the group, row, kv head,
+// batch); packed: (dim, head of the group, row, start, kv head), where rows start as in RaggedMap.
+template <class Element>
+cudaError_t make_token_map(RaggedMap& result, const TensorView& m, int head_dim, int longest, int64_t total, int heads,
+                           int batch, int group, int tokens, int tile_cols) {
+  constexpr int64_t kElement = sizeof(Element);
+  static_assert(kElement == 2, "maps of other elements have types of their own");
+  const bool dense = total < 0;
+  if (!dense) longest = static_cast<int>(std::clamp<int64_t>(longest, 1, total));
+  auto bytes = [&](int64_t stride) { return cuuint64_t(stride > 0 ? stride * kElement : 16); };
+  const cuuint64_t heads_k = heads / group, of_group = bytes(m.head * group);
+  const cuuint64_t sizes[5] = {cuuint64_t(head_dim), cuuint64_t(group), cuuint64_t(longest),
+                               dense ? heads_k : cuuint64_t(total + 1), dense ? cuuint64_t(batch) : heads_k};
+  const cuuint64_t strides[4] = {bytes(m.head), bytes(m.row), dense ? of_group : bytes(m.row),
+                                 dense ? bytes(m.batch) : of_group};
+  const cuuint32_t box[5] = {cuuint32_t(atom_columns(tile_cols, kElement)), cuuint32_t(group), cuuint32_t(tokens), 1,
+                             1};
+  result.longest = longest;
+  result.batch_step = dense ? 1 : 0;
+  char* const base = static_cast<char*>(m.ptr) - (dense ? 0 : int64_t(longest) * int64_t(strides[1]));
+  return encode_map(result.map, base, sizes, strides, box);
 }
 
 }  // namespace flash_cute::hopper

@@ -84,8 +84,10 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
     if (p.row_max.ptr != nullptr) params.p.row_max = p.split_row_max;
     params.p.sink = {};
   }
-  const int rows = C.block_m / p.pack_gqa;
-  params.scheduler = TileScheduler::of(p, C.block_m * C.cluster);
+  const int rows = C.packs_tokens() ? C.block_m : C.block_m / p.pack_gqa;
+  params.group = FastDivmod(p.heads / p.heads_k);
+  params.tokens = C.block_m / params.group.value;
+  params.scheduler = TileScheduler::of(p, C.packs_tokens() ? params.tokens : C.block_m * C.cluster);
   params.rows_of_head = FastDivmod(rows);
   const int64_t tiles = params.scheduler.tiles();
   params.page_size = FastDivmod(std::max(1, p.pages.size));
@@ -108,8 +110,14 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
     return make_ragged_map<ElementOf<C.dtype>>(map, m, dim, p.pages.size, -1, p.heads_k, p.pages.count,
                                                params.page_rows, cols);
   };
-  if (cudaError_t e = map_queries(params.q, p.q, p.head_dim, C.block_m, C.head_dim)) return e;
-  if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
+  if constexpr (C.packs_tokens()) {
+    if (cudaError_t e = make_token_map<ElementOf<C.dtype>>(params.q, p.q, p.head_dim, p.seqlen_q, total_q, p.heads,
+                                                           p.batch, params.group.value, params.tokens, C.head_dim))
+      return e;
+  } else {
+    if (cudaError_t e = map_queries(params.q, p.q, p.head_dim, C.block_m, C.head_dim)) return e;
+    if (cudaError_t e = map_queries(params.out, p.out, p.head_dim_v, 64, C.head_dim_v)) return e;
+  }
   if (cudaError_t e = map_keys(params.k, p.k, p.head_dim, C.head_dim)) return e;
   if (cudaError_t e = map_keys(params.v, p.v, p.head_dim_v, C.head_dim_v)) return e;
   params.tile_counter = TileCounter::of(tiles, workers, false);

@@ -26,6 +26,18 @@ struct PingPong {
   }
 };
 
+// The query, head and batch of a row of the CTA's tile, whose warp has the tile `tile`; a negative row if there is none.
+template <KernelConfig C>
+CUTE_DEVICE QueryTile place_of_row(const ForwardParams& params, const typename ForwardTraits<C>::Work& work,
+                                   const QueryTile& tile, int row) {
+  if constexpr (C.packs_tokens()) {
+    const TokenRow at(params, tile, row);
+    return {at.exists(params, work.seq) ? at.query : -1, at.head, tile.batch};
+  } else {
+    return {tile.row + row < work.seq.q.length ? tile.row + row : -1, tile.head, tile.batch};
+  }
+}
+
 // Writes a warpgroup's output (MMA,1,1) of one split of the keys to the workspace.
 template <KernelConfig C, class Mma, class Output>
 CUTE_DEVICE void store_split(const ForwardParams& params, const typename ForwardTraits<C>::Work& work,
@@ -34,12 +46,12 @@ CUTE_DEVICE void store_split(const ForwardParams& params, const typename Forward
   Tensor output = rows_of(tOrO);  // (rows,dims)
   Tensor at =
       rows_of(mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<C.head_dim_v>>{})));
-  const int64_t first = first_of(p.split_lse, work.of_results(p, tile), work.seq);
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
-    const int row = tile.row + get<0>(at(r, 0));
-    if (row >= work.seq.q.length) continue;
-    float* const to = p.split_out + (first + row) * C.head_dim_v + get<1>(at(r, 0));
+    const QueryTile place = place_of_row<C>(params, work, tile, get<0>(at(r, 0)));
+    if (place.row < 0) continue;
+    const int64_t row = first_of(p.split_lse, work.of_results(p, place), work.seq) + place.row;
+    float* const to = p.split_out + row * C.head_dim_v + get<1>(at(r, 0));
     CUTE_UNROLL
     for (int c = 0; c < size<1>(output); c += 2) {
       *reinterpret_cast<float2*>(to + column_offset(c)) = make_float2(output(r, c), output(r, c + 1));
@@ -76,6 +88,34 @@ CUTE_DEVICE void store_output(typename ForwardTraits<C>::Element* to, const Outp
   Tensor sO = make_tensor(make_smem_ptr(to), typename T::LayoutO{});  // (row,dim)
   cute::copy(copy_out, thread_out.retile_S(converted<typename T::Element>(tOrO)), thread_out.partition_D(sO));
   tma_store_fence();
+}
+
+// Stores a warp's rows of tokens from where store_output() has written them.
+template <KernelConfig C>
+CUTE_DEVICE void store_tokens(const ForwardParams& params, const typename ForwardTraits<C>::Work& work,
+                              const typename ForwardTraits<C>::Element* from, int thread) {
+  using Element = typename ForwardTraits<C>::Element;
+  constexpr int kTogether = 16 / sizeof(Element), kVectors = C.head_dim_v / kTogether;
+  const FwdParams& p = params.p;
+  // After this barrier the warp has written its rows.
+  __syncwarp();
+  Tensor sO = make_tensor(make_smem_ptr(from), typename ForwardTraits<C>::LayoutO{});  // (row,dim)
+  CUTE_NO_UNROLL
+  for (int i = thread % 32; i < 16 * kVectors; i += 32) {
+    const int row = thread / 32 * 16 + i / kVectors, col = i % kVectors * kTogether;
+    const QueryTile place = place_of_row<C>(params, work, work.tile, row);
+    if (place.row < 0 || col >= p.head_dim_v) continue;
+    Element* const to = static_cast<Element*>(p.out.ptr) + place.batch * p.out.batch + place.head * p.out.head +
+                        (work.seq.q.offset + place.row) * p.out.row + col;
+    const Element* const vector = &sO(row % 64, col);
+    if (col + kTogether <= p.head_dim_v) {
+      *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(vector);
+    } else {
+      for (int j = 0; col + j < p.head_dim_v; ++j) to[j] = vector[j];
+    }
+  }
+  // After this barrier the warp has read its rows.
+  __syncwarp();
 }
 
 // A consumer warpgroup's states of the pipelines of keys, values and dropout's masks, over all its work tiles.
@@ -175,6 +215,10 @@ struct WarpRows {
     if constexpr (kMasked && C.walks_lists()) {
       if (!tiles.in_band(n)) BandMask(work.seq, params.p.band).hide(scores, at, tile.row, key);
       hide_unlisted(tiles, params.p.lists, n, 0, scores, at);
+    } else if constexpr (kMasked && C.packs_tokens()) {
+      BandMask(work.seq, params.p.band)
+          .hide_from(
+              scores, [&](int r) { return TokenRow(params, tile, get<0>(at(r, 0))).query; }, key + get<1>(at(0, 0)));
     } else if constexpr (kMasked) {
       BandMask(work.seq, params.p.band).hide(scores, at, tile.row, key);
     }
@@ -191,12 +235,27 @@ struct WarpRows {
   CUTE_DEVICE void finalize(const Coordinates& at) {
     const FwdParams& p = params.p;
     cutlass::Array<float, 2> lse;
+    auto head_of = [&](int r) { return C.packs_tokens() ? TokenRow(params, tile, get<0>(at(r, 0))).head : tile.head; };
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      totals[r] = softmax.template finalize<true>(r, sink_of(p.sink, tile.head), p.rules.keep_scale);
+      totals[r] = softmax.template finalize<true>(r, sink_of(p.sink, head_of(r)), p.rules.keep_scale);
       lse[r] = totals[r].lse;
     }
-    store_row_stats(p, work.seq, work.of_results(p, tile), softmax, lse, at);
+    if constexpr (C.packs_tokens()) {
+      if (get<1>(at(0, 0)) != 0) return;  // one thread of the quad writes
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const QueryTile place = place_of_row<C>(params, work, tile, get<0>(at(r, 0)));
+        if (place.row < 0) continue;
+        const QueryTile of_row = work.of_results(p, place);
+        p.lse.ptr[first_of(p.lse, of_row, work.seq) + place.row] = lse[r];
+        if (p.row_max.ptr != nullptr) {
+          p.row_max.ptr[first_of(p.row_max, of_row, work.seq) + place.row] = softmax.natural_max(r);
+        }
+      }
+    } else {
+      store_row_stats(p, work.seq, work.of_results(p, tile), softmax, lse, at);
+    }
   }
 
  private:
@@ -397,7 +456,9 @@ CUTE_DEVICE void consume(const ForwardParams& params, typename ForwardTraits<C>:
         cutlass::canonical_warp_group_idx() - 1;  // recomputed: kept through the loop it would take a register
     wait_for_room<C>(storage, group, at_out, pipes.at_v);
     if (p.num_splits == 1) {
-      store_output<C>(T::output(storage, group, pipes.at_v.count), tOrO, thread);
+      auto* const to = T::output(storage, group, pipes.at_v.count);
+      store_output<C>(to, tOrO, thread);
+      if constexpr (C.packs_tokens()) store_tokens<C>(params, work, to, thread);
     } else {
       store_split<C>(params, work, tile, mma_pv, tOrO, thread);
     }

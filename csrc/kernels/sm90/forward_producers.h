@@ -55,7 +55,8 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     at_next.advance();
   };
   for (; index < params.tile_counter.tiles; share()) {
-    const QueryTile of_cluster = params.scheduler.at(index, T::kClusterRows);
+    const int queries_of_tile = C.packs_tokens() ? params.tokens : T::kClusterRows;
+    const QueryTile of_cluster = params.scheduler.at(index, queries_of_tile);
     const SeqInfo seq(p, of_cluster.batch);
     if (of_cluster.row >= seq.q.length) {
       take();
@@ -65,14 +66,22 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
     const int split = params.scheduler.split(index);
     const QueryGroups queries{
-        of_cluster, T::kClusterRows, {row, of_cluster.head, of_cluster.batch}, params.rows_of_head.value};
+        of_cluster, queries_of_tile, {row, of_cluster.head, of_cluster.batch}, params.rows_of_head.value};
     const auto& work = *new (&storage.work[at_q.count % T::kWorkTiles]) typename T::Work(p, seq, queries, split);
     int n = loads_keys ? work.tiles.count - 1 : -1;
     auto load_k = [&] { load_keys<C, C.head_dim>(storage.pipeline_k, at_k, storage.k, params.k, work, n--); };
     if (n >= 0) load_k();
     storage.pipeline_q.producer_acquire(at_q);
-    uint64_t* const barrier = storage.pipeline_q.producer_expect_tx(at_q, work.tiles.count > 0 ? T::kBytesQ : 0);
-    if (work.tiles.count > 0) {
+    const uint32_t bytes_q =
+        C.packs_tokens() ? params.tokens * params.group.value * (T::kBytesQ / C.block_m) : T::kBytesQ;
+    uint64_t* const barrier = storage.pipeline_q.producer_expect_tx(at_q, work.tiles.count > 0 ? bytes_q : 0);
+    if constexpr (C.packs_tokens()) {
+      if (work.tiles.count > 0) {
+        params.q.template load_tokens<C.block_m, C.head_dim>(storage.q[at_q.stage()], barrier,
+                                                             TMA::CacheHintSm90::EVICT_FIRST, seq.q, row, work.head_k,
+                                                             of_cluster.batch);
+      }
+    } else if (work.tiles.count > 0) {
       params.q.template load<C.block_m, C.head_dim>(storage.q[at_q.stage()], barrier, TMA::CacheHintSm90::EVICT_FIRST,
                                                     seq.q, row, of_cluster.head, of_cluster.batch);
     }
@@ -128,7 +137,7 @@ CUTE_DEVICE void send_outputs(const ForwardParams& params, typename ForwardTrait
       pipeline.consumer_wait({at_q.count});
       const QueryTile of_head = tile_of_head<C>(params, work.tile, group * 64);
       const int row = of_head.row + group * 64;
-      if (whole && row < work.seq.q.length) {
+      if (!C.packs_tokens() && whole && row < work.seq.q.length) {  // tokens' rows are stored by those that compute
         params.out.template store<64, C.head_dim_v>(T::output(storage, group, key_tiles), work.seq.q, row, of_head.head,
                                                     of_head.batch);
         tma_store_arrive();

@@ -25,6 +25,8 @@ struct ForwardParams {
   int page_rows;  // contiguous rows of a page in a tile of keys
   TileScheduler scheduler;
   FastDivmod rows_of_head;  // rows of a tile of queries that each of its pack_gqa heads has
+  FastDivmod group;  // rows of tokens: query heads of a group
+  int tokens;  // rows of tokens: tokens of a tile
   TileCounter tile_counter;  // of tiles of queries
   SoftmaxCap cap;
 };
@@ -61,6 +63,18 @@ CUTE_DEVICE decltype(auto) tile_of_head(const ForwardParams& params, const Query
     return QueryTile{tile.row - head * params.rows_of_head.value, tile.head + head, tile.batch};
   }
 }
+
+// Rows of tokens: the token and head of a row of the CTA's tile. Rows behind the last token are of none.
+struct TokenRow {
+  int token, query, head;
+
+  CUTE_DEVICE TokenRow(const ForwardParams& params, const QueryTile& tile, int row)
+      : token(params.group.div(row)), query(tile.row + token), head(tile.head + row - token * params.group.value) {}
+
+  CUTE_DEVICE bool exists(const ForwardParams& params, const SeqInfo& seq) const {
+    return token < params.tokens && query < seq.q.length;
+  }
+};
 
 template <KernelConfig C>
 struct ForwardTraits {

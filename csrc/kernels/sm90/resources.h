@@ -37,7 +37,7 @@ constexpr bool ping_pong(const KernelConfig& c) {
 
 // Forward: query heads that may share a tile of queries (pack_gqa); each has at least a warp's 16 rows.
 constexpr int max_pack_gqa(const KernelConfig& c) {
-  return c.op == Op::Fwd && c.block_m == 128 && c.cluster == 1 && !c.walks_lists() ? 8 : 1;
+  return c.op == Op::Fwd && c.block_m == 128 && c.cluster == 1 && c.tiles == TileKind::Interval ? 8 : 1;
 }
 
 // Backward: 2-CTA clusters with half a tile of keys each (backward_2cta.h).

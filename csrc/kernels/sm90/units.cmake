@@ -3,9 +3,10 @@
 # Tiers are units of their own: compiled together, some kernels get other registers.
 string(APPEND unit "_${tier}")
 
-# So are rows that walk lists.
-if(row MATCHES "TileKind::List")
-  string(APPEND unit "_list")
+# So are rows of other kinds of tiles.
+if(row MATCHES "TileKind::([A-Za-z]+)")
+  string(TOLOWER "${CMAKE_MATCH_1}" kind)
+  string(APPEND unit "_${kind}")
 endif()
 
 # wgmma of 48 and 80 columns, for half a tile of 96 keys and one of 80: their header takes 20 s to compile.
