@@ -3,7 +3,6 @@
 
 #include "kernels/common/pdl.h"
 #include "kernels/decode/combine.h"
-#include "kernels/launch.h"
 
 namespace flash_cute::decode {
 
@@ -49,11 +48,11 @@ __global__ void __launch_bounds__(32 * kMergedRows) merge_rows(const __grid_cons
   if (threadIdx.x % 32 == 0) *row.lse = lse;
 }
 
+// CTAs of merge_rows().
 template <KernelConfig C>
-cudaError_t merge_splits(const DecodeParams& p, cudaStream_t stream) {
+int64_t merging_ctas(const DecodeParams& p) {
   const int64_t tiles = int64_t(p.fwd.batch) * tiles_of_sequence(p, C.block_m) * p.fwd.heads_k;
-  const int64_t ctas = tiles * cute::ceil_div(C.block_m, kMergedRows);
-  return launch_with_pdl<merge_rows<C>>({ctas, 32 * kMergedRows, 0}, stream, p);
+  return tiles * cute::ceil_div(C.block_m, kMergedRows);
 }
 
 }  // namespace flash_cute::decode

@@ -104,7 +104,8 @@ cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
   if (cudaError_t e = launch_with_pdl<decode<C>>({p.ctas(), C.threads(), smem_bytes(C), p.cluster_ctas}, stream, p))
     return e;
-  return p.slots == 0 ? cudaSuccess : merge_splits<C>(p, stream);
+  if (p.slots == 0) return cudaSuccess;
+  return launch_with_pdl<merge_rows<C>>({merging_ctas<C>(p), 32 * kMergedRows, 0}, stream, p);
 }
 
 }  // namespace flash_cute::sm80
