@@ -15,7 +15,7 @@ HeadSets sets_of_heads(const KernelConfig& config, const FwdProblem& p, const Fw
   const int64_t bytes =
       std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
   const int64_t heads = std::max<int64_t>(1, cached / bytes) * (p.heads / std::max(1, p.heads_k) / plan.pack_gqa);
-  const int64_t all = int64_t(p.heads / plan.pack_gqa) * p.batch;
+  const int64_t all = int64_t(p.heads / plan.pack_gqa) * (p.dense() ? p.batch : 1);
   const int tiles = detail::ceil_div(p.seqlen_q, queries_of_tile(config, p)) * plan.num_splits;
   return HeadSets::of(static_cast<int>(std::clamp<int64_t>(heads, 1, std::max<int64_t>(1, all))), all,
                       p.band.is_open() ? 1 : least_heads_of_last_set(plan.resident, tiles));

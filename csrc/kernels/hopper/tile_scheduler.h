@@ -23,6 +23,11 @@ struct TileCounter {
             static_cast<unsigned>(tiles - first_tiles + workers - 1)};
   }
 
+  // The same for fewer tiles, of which the host knew a bound.
+  CUTE_DEVICE TileCounter with_tiles(int tiles) const {
+    return {counter, tiles, min(tiles, static_cast<int>(gridDim.x)), static_cast<unsigned>(tiles - 1)};
+  }
+
   CUTE_DEVICE int fetch() const { return first_tiles + static_cast<int>(atomicInc(counter, last)); }
 };
 
@@ -33,12 +38,23 @@ struct TileScheduler {
   int heads, batch, splits;  // heads / pack_gqa
   HeadSets sets;
 
-  static TileScheduler of(const FwdParams& p, int block_m) {
+  // `packed`: of packed queries the host knows a bound alone; with_tiles() has the tiles that exist, of all sequences.
+  static TileScheduler of(const FwdParams& p, int block_m, bool packed) {
+    if (packed) {
+      const int64_t most = p.total_q / block_m + p.batch;
+      return {static_cast<int>(most), p.pack_gqa, p.heads / p.pack_gqa, 1, p.num_splits, p.sets};
+    }
     const int longest = p.dense() ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
     return {(longest + block_m - 1) / block_m, p.pack_gqa, p.heads / p.pack_gqa, p.batch, p.num_splits, p.sets};
   }
 
-  int64_t tiles() const { return int64_t(row_tiles) * heads * batch * splits; }
+  CUTE_DEVICE TileScheduler with_tiles(int tiles_of_head) const {
+    TileScheduler known = *this;
+    known.row_tiles = tiles_of_head;
+    return known;
+  }
+
+  CUTE_HOST_DEVICE int64_t tiles() const { return int64_t(row_tiles) * heads * batch * splits; }
 
   CUTE_DEVICE int split(int index) const { return index % splits; }
 
@@ -52,6 +68,51 @@ struct TileScheduler {
     tile.batch = head / heads;
     return tile;
   }
+};
+
+// Finds the sequences of tiles of packed queries that exist, numbered by sequence and by row, for a thread whose numbers
+// decrease, or start over.
+class PackedTiles {
+ public:
+  // `tiles`: of a head.
+  CUTE_DEVICE PackedTiles(const FwdProblem& p, int tiles) : p_(p), tiles_(tiles) { start_over(); }
+
+  CUTE_DEVICE int tiles() const { return tiles_; }
+
+  // How many there are for each head, by a warp.
+  CUTE_DEVICE static int count(const FwdProblem& p, int rows) {
+    int tiles = 0;
+    for (int b = threadIdx.x % 32; b < p.batch; b += 32) tiles += tiles_of(p, rows, b);
+    CUTE_UNROLL
+    for (int lanes = 16; lanes > 0; lanes /= 2) tiles += __shfl_xor_sync(~0u, tiles, lanes);
+    return tiles;
+  }
+
+  // Sets the sequence and row of tile `number`, which exists.
+  CUTE_DEVICE void place(QueryTile& tile, int number, int rows) {
+    if (number >= past_) start_over();
+    while (number < first_) {
+      past_ = first_;
+      first_ -= tiles_of(p_, rows, --b_);
+    }
+    tile.batch = b_;
+    tile.row = (number - first_) * rows;
+  }
+
+ private:
+  CUTE_DEVICE static int tiles_of(const FwdProblem& p, int rows, int b) {
+    return ceil_div(seq_span(p.varlen.cu_q, p.varlen.used_q, b, p.seqlen_q, p.total_q).length, rows);
+  }
+
+  CUTE_DEVICE void start_over() {
+    b_ = p_.batch;
+    first_ = past_ = tiles_;
+  }
+
+  const FwdProblem& p_;
+  int tiles_;
+  int b_;  // a sequence, whose tiles are from first_ to past_
+  int first_, past_;
 };
 
 }  // namespace flash_cute::hopper

@@ -49,7 +49,8 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
     cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0) {
-      if (elect_one_sync()) produce_queries_and_keys<C>(params, storage);
+      const int tiles = is_packed<C>(params.p) ? PackedTiles::count(params.p, queries_of_tile<C>(params)) : 0;
+      if (elect_one_sync()) produce_queries_and_keys<C>(params, storage, tiles);
     } else if (warp == 3) {
       if (elect_one_sync()) send_outputs<C>(params, storage);
     } else if (in_pages<C>(params)) {
@@ -87,7 +88,7 @@ cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   const int rows = C.packs_tokens() ? C.block_m : C.block_m / p.pack_gqa;
   params.group = FastDivmod(p.heads / p.heads_k);
   params.tokens = C.block_m / params.group.value;
-  params.scheduler = TileScheduler::of(p, C.packs_tokens() ? params.tokens : C.block_m * C.cluster);
+  params.scheduler = TileScheduler::of(p, queries_of_tile<C>(params), is_packed<C>(p));
   params.rows_of_head = FastDivmod(rows);
   const int64_t tiles = params.scheduler.tiles();
   params.page_size = FastDivmod(std::max(1, p.pages.size));

@@ -19,9 +19,11 @@ CUTE_DEVICE void load_keys(Pipeline<C.stages, C.cluster>& pipeline, PipelineStat
   at.advance();
 }
 
-// Fetches work tiles, describes them to the other roles, and loads Q and (unless paged) K.
+// Fetches work tiles, describes them to the other roles, and loads Q and (unless paged) K. Packed: each head has
+// `tiles_of_head` tiles of queries, over all sequences.
 template <KernelConfig C>
-CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
+CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage,
+                                          int tiles_of_head) {
   using T = ForwardTraits<C>;
   const FwdParams& p = params.p;
   const int rank = C.cluster == 1 ? 0 : block_rank_in_cluster();
@@ -30,10 +32,17 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
   PipelineState<T::kStagesQ> at_q;
   PipelineState<2> at_next;
 
+  const bool packed = is_packed<C>(p);
+  PackedTiles packed_tiles(p, tiles_of_head);
+  auto scheduler = [&] { return packed ? params.scheduler.with_tiles(packed_tiles.tiles()) : params.scheduler; };
+  const int tiles = packed ? static_cast<int>(scheduler().tiles()) : params.tile_counter.tiles;
+  const int queries = queries_of_tile<C>(params);
+
   int index = blockIdx.x / C.cluster;
   // As late as its latency allows: the CTA that finishes first should get the next tile.
   auto take = [&] {
-    if (rank == 0) index = params.tile_counter.fetch();
+    const TileCounter& counter = params.tile_counter;
+    if (rank == 0) index = packed ? counter.with_tiles(tiles).fetch() : counter.fetch();
   };
   // The first CTA of the cluster fetches for all of them.
   auto share = [&] {
@@ -54,9 +63,9 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     }
     at_next.advance();
   };
-  for (; index < params.tile_counter.tiles; share()) {
-    const int queries_of_tile = C.packs_tokens() ? params.tokens : T::kClusterRows;
-    const QueryTile of_cluster = params.scheduler.at(index, queries_of_tile);
+  for (; index < tiles; share()) {
+    QueryTile of_cluster = scheduler().at(index, queries);
+    if (packed) packed_tiles.place(of_cluster, of_cluster.row / queries, queries);
     const SeqInfo seq(p, of_cluster.batch);
     if (of_cluster.row >= seq.q.length) {
       take();
@@ -65,9 +74,9 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     // The CTAs of a cluster alternate in having the later rows, which see more keys: none stays ahead.
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
     const int split = params.scheduler.split(index);
-    const QueryGroups queries{
-        of_cluster, queries_of_tile, {row, of_cluster.head, of_cluster.batch}, params.rows_of_head.value};
-    const auto& work = *new (&storage.work[at_q.count % T::kWorkTiles]) typename T::Work(p, seq, queries, split);
+    const QueryGroups groups{
+        of_cluster, queries, {row, of_cluster.head, of_cluster.batch}, params.rows_of_head.value};
+    const auto& work = *new (&storage.work[at_q.count % T::kWorkTiles]) typename T::Work(p, seq, groups, split);
     int n = loads_keys ? work.tiles.count - 1 : -1;
     auto load_k = [&] { load_keys<C, C.head_dim>(storage.pipeline_k, at_k, storage.k, params.k, work, n--); };
     if (n >= 0) load_k();

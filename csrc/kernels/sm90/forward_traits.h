@@ -64,6 +64,18 @@ CUTE_DEVICE decltype(auto) tile_of_head(const ForwardParams& params, const Query
   }
 }
 
+// Whether tiles of queries are numbered by PackedTiles.
+template <KernelConfig C>
+CUTE_HOST_DEVICE bool is_packed(const FwdProblem& p) {
+  return C.cluster == 1 && !p.dense();
+}
+
+// Queries of a tile of the cluster.
+template <KernelConfig C>
+CUTE_HOST_DEVICE int queries_of_tile(const ForwardParams& params) {
+  return C.packs_tokens() ? params.tokens : C.block_m * C.cluster;
+}
+
 // Rows of tokens: the token and head of a row of the CTA's tile. Rows behind the last token are of none.
 struct TokenRow {
   int token, query, head;
