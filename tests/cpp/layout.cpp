@@ -3,6 +3,7 @@
 #include <limits>
 #include <vector>
 
+#include "core/layout/packed_tiles.h"
 #include "core/layout/cached_seq.h"
 #include "core/layout/fast_divmod.h"
 #include "core/layout/tiles.h"
@@ -202,3 +203,38 @@ TEST_CASE("a packed row has the sequence that owns it") {
   CHECK(sequence_of(17, nullptr, 4, 5, [](int) { return SeqSpan{}; }) == 3);
   CHECK(place_of(17, {0, 5}, nullptr, 5) == 2);
 }
+
+TEST_CASE("tiles of packed queries that exist are met once each, late ones first") {
+  Draw draw;
+  for (int n = 0; n < 500; ++n) {
+    FwdProblem p{};
+    p.batch = draw.from(1, 12);
+    p.seqlen_q = 300;
+    std::vector<int> cu{draw.from(0, 5)}, used;
+    for (int b = 0; b < p.batch; ++b) {
+      cu.push_back(cu.back() + (draw.flag() ? 0 : draw.from(0, 400)));
+      used.push_back(draw.from(0, 400));
+    }
+    if (draw.from(0, 9) == 0) cu[p.batch / 2] = draw.from(-100, 3000);  // offsets that go back
+    p.total_q = cu.back() + draw.from(0, 9);
+    p.varlen.cu_q = cu.data();
+    p.varlen.used_q = draw.flag() ? used.data() : nullptr;
+    const int rows = draw.of({1, 16, 25, 128});
+    std::vector<std::pair<int, int>> expected;
+    for (int b = 0; b < p.batch; ++b) {
+      for (int i = 0; i < PackedTiles::of_sequence(p, rows, b); ++i) expected.emplace_back(b, i * rows);
+    }
+    const int tiles = static_cast<int>(expected.size());
+    PackedTiles packed(p, tiles);
+    bool found = true;
+    for (int pass = 0; pass < 2; ++pass) {  // the second starts over
+      for (int number = tiles - 1; number >= 0; number -= draw.from(1, 3)) {
+        QueryTile tile{};
+        packed.place(tile, number, rows);
+        found &= std::pair(tile.batch, tile.row) == expected[number];
+      }
+    }
+    CHECK(found);
+  }
+}
+

@@ -63,6 +63,15 @@ def test_what_no_row_sees_is_not_looked_at(device):
     torch.testing.assert_close(clean[:, :, 0].sum(-1), torch.ones(1, 1, device=device))
 
 
+@pytest.mark.parametrize("size", [1e3, 1e6, 1e10])
+def test_rows_of_large_scores_sum_to_one(device, size):
+    scores = size * torch.randn(1, 2, 2, 16, 64, device=device)
+    scores[..., 1::2] = scores[..., ::2]  # pairs of equal ones share
+    seen = torch.full((1, 16), 64, dtype=torch.int32, device=device)
+    sums = pooled_softmax(scores, seen, 0.088, 4, 8).sum(-1)
+    torch.testing.assert_close(sums, torch.ones_like(sums))
+
+
 def test_nan_reaches_its_block_of_queries_alone(device):
     scores = torch.randn(1, 1, 1, 8, 16, device=device)
     scores[..., 1, 5] = torch.nan

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "core/layout/packed_tiles.h"
 #include "core/workspace.h"
 #include "kernels/common/query_tile.h"
 
@@ -70,49 +71,13 @@ struct TileScheduler {
   }
 };
 
-// Finds the sequences of tiles of packed queries that exist, numbered by sequence and by row, for a thread whose numbers
-// decrease, or start over.
-class PackedTiles {
- public:
-  // `tiles`: of a head.
-  CUTE_DEVICE PackedTiles(const FwdProblem& p, int tiles) : p_(p), tiles_(tiles) { start_over(); }
-
-  CUTE_DEVICE int tiles() const { return tiles_; }
-
-  // How many there are for each head, by a warp.
-  CUTE_DEVICE static int count(const FwdProblem& p, int rows) {
-    int tiles = 0;
-    for (int b = threadIdx.x % 32; b < p.batch; b += 32) tiles += tiles_of(p, rows, b);
-    CUTE_UNROLL
-    for (int lanes = 16; lanes > 0; lanes /= 2) tiles += __shfl_xor_sync(~0u, tiles, lanes);
-    return tiles;
-  }
-
-  // Sets the sequence and row of tile `number`, which exists.
-  CUTE_DEVICE void place(QueryTile& tile, int number, int rows) {
-    if (number >= past_) start_over();
-    while (number < first_) {
-      past_ = first_;
-      first_ -= tiles_of(p_, rows, --b_);
-    }
-    tile.batch = b_;
-    tile.row = (number - first_) * rows;
-  }
-
- private:
-  CUTE_DEVICE static int tiles_of(const FwdProblem& p, int rows, int b) {
-    return ceil_div(seq_span(p.varlen.cu_q, p.varlen.used_q, b, p.seqlen_q, p.total_q).length, rows);
-  }
-
-  CUTE_DEVICE void start_over() {
-    b_ = p_.batch;
-    first_ = past_ = tiles_;
-  }
-
-  const FwdProblem& p_;
-  int tiles_;
-  int b_;  // a sequence, whose tiles are from first_ to past_
-  int first_, past_;
-};
+// Tiles of packed queries of a head, counted by a warp.
+CUTE_DEVICE int count_packed_tiles(const FwdProblem& p, int rows) {
+  int tiles = 0;
+  for (int b = threadIdx.x % 32; b < p.batch; b += 32) tiles += PackedTiles::of_sequence(p, rows, b);
+  CUTE_UNROLL
+  for (int lanes = 16; lanes > 0; lanes /= 2) tiles += __shfl_xor_sync(~0u, tiles, lanes);
+  return tiles;
+}
 
 }  // namespace flash_cute::hopper

@@ -18,15 +18,23 @@ struct alignas(kTogether * sizeof(float)) Scores {
   float of[kTogether];
 };
 
-// log2 of the sum of exp2(scale * score) over the first `seen` scores of a row, by a warp; +inf if it sees none.
+// The softmax of a row: the share of a score is weight * exp2(scale * score - most). Apart, as log2 of a sum would be
+// rounded at the size of the scores.
+struct RowSoftmax {
+  float most, weight;
+
+  __device__ float share(float scaled) const { return weight * exp2f(scaled - most); }
+};
+
+// Over the first `seen` scores of a row, by a warp; the weight is 0 if it sees none.
 template <int kTogether>
-__device__ float log_sum(const float* row, int seen, float scale) {
+__device__ RowSoftmax softmax_of_row(const float* row, int seen, float scale) {
   float most = -FLT_MAX, sum = 0.f;
   for (int first = threadIdx.x % 32 * kTogether; first < seen; first += 32 * kTogether) {
     auto scores = *reinterpret_cast<const Scores<kTogether>*>(row + first);
     float before = most;
     for (int i = 0; i < kTogether; ++i) {
-      scores.of[i] = first + i < seen ? scale * scores.of[i] : -INFINITY;
+      scores.of[i] = first + i < seen ? __fmul_rn(scale, scores.of[i]) : -INFINITY;
       most = fmaxf(most, scores.of[i]);
     }
     sum *= exp2f(before - most);
@@ -36,14 +44,14 @@ __device__ float log_sum(const float* row, int seen, float scale) {
   for (int lanes = 16; lanes > 0; lanes /= 2) all_most = fmaxf(all_most, __shfl_xor_sync(~0u, all_most, lanes));
   sum *= exp2f(most - all_most);
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-  return seen > 0 ? all_most + log2f(sum) : INFINITY;
+  return {all_most, seen > 0 ? 1 / sum : 0.f};
 }
 
 // One CTA for each block of queries. Its warps sum rows, then each thread has a block of keys, and adds rows in their
 // order: results repeat bitwise.
 template <int kTogether>
 __global__ void __launch_bounds__(kThreads) pool(const __grid_constant__ PooledSoftmax p) {
-  __shared__ float log_sums[kRows];
+  __shared__ RowSoftmax softmaxes[kRows];
   __shared__ int counts[kRows];
   const int64_t table = blockIdx.x / p.blocks;
   const int block = static_cast<int>(blockIdx.x % p.blocks), columns = p.blocks_k * p.keys;
@@ -61,9 +69,9 @@ __global__ void __launch_bounds__(kThreads) pool(const __grid_constant__ PooledS
     const int past = min(rows, first + kRows);
     for (int row = first + threadIdx.x / 32; row < past; row += kWarps) {
       const int count = min(columns, seen[row % p.queries]);
-      const float of_row = log_sum<kTogether>(row_of(row), count, p.scale);
+      const RowSoftmax of_row = softmax_of_row<kTogether>(row_of(row), count, p.scale);
       if (threadIdx.x % 32 != 0) continue;
-      log_sums[row - first] = of_row;
+      softmaxes[row - first] = of_row;
       counts[row - first] = count;
     }
     // After this barrier the sums of these rows are there.
@@ -72,11 +80,12 @@ __global__ void __launch_bounds__(kThreads) pool(const __grid_constant__ PooledS
       float sum = 0.f;
       for (int row = first; row < past; ++row) {
         const float* const scores = row_of(row);
+        const RowSoftmax softmax = softmaxes[row - first];
         const int begin = block_k * p.keys, end = min(begin + p.keys, counts[row - first]);
         for (int key = begin; key < end; key += kTogether) {
           const auto some = *reinterpret_cast<const Scores<kTogether>*>(scores + key);
           for (int i = 0; i < kTogether; ++i) {
-            if (key + i < end) sum += exp2f(p.scale * some.of[i] - log_sums[row - first]);
+            if (key + i < end) sum += softmax.share(__fmul_rn(p.scale, some.of[i]));
           }
         }
       }
