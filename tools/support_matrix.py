@@ -81,7 +81,7 @@ def kernel_table(rows: Iterable[KernelConfig]) -> str:
         dims = str(row.head_dim)
         if row.head_dim_v != row.head_dim:
             dims += f", of v {row.head_dim_v}"
-        op = OPS[row.op] + (", sparse" if row.tiles == "list" else "")
+        op = OPS[row.op] + {"interval": "", "list": ", sparse", "tokens": ", groups"}[row.tiles]
         kind = (op, ARCHS[row.arch], row.dtype, row.tier, dims)
         tile = (f"{row.block_m} x {row.block_n}", row.stages, row.warps, row.ctas, row.cluster)
         lines.append((*kind, *tile, f"{row.smem_bytes / 1024:g} KiB"))

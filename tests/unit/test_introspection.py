@@ -41,8 +41,9 @@ def test_kernels_are_the_rows_of_configs():
     rows.sort(key=lambda row: (row[:6] == "Decode", "TF32" in row, row[:3] == "Bwd"))
     for row, kernel in zip(rows, k.kernels(), strict=True):
         op, arch, dtype, tier, *sizes = row.replace(" ", "").split(",")
-        tiles = "list" if sizes[-1] == "TileKind::List" else "interval"
-        assert kernel.tiles == tiles and kernel.id.endswith("_list") == (tiles == "list")
+        kind = sizes[-1].partition("TileKind::")[2].lower()
+        assert kernel.tiles == (kind or "interval")
+        assert kernel.id.endswith(f"_{kind}") if kind else kernel.id[-1].isdigit()
         assert (op.lower(), arch.lower()) == (kernel.op, f"sm{kernel.arch}")
         assert (dtype.lower(), tier.lower()) == (kernel.dtype, kernel.tier)
         names = (
