@@ -1,9 +1,12 @@
 #include <doctest/doctest.h>
 
 #include <limits>
+#include <map>
+#include <utility>
 #include <vector>
 
 #include "core/layout/packed_tiles.h"
+#include "core/layout/query_tiles.h"
 #include "core/layout/cached_seq.h"
 #include "core/layout/fast_divmod.h"
 #include "core/layout/tiles.h"
@@ -204,37 +207,62 @@ TEST_CASE("a packed row has the sequence that owns it") {
   CHECK(place_of(17, {0, 5}, nullptr, 5) == 2);
 }
 
-TEST_CASE("tiles of packed queries that exist are met once each, late ones first") {
+TEST_CASE("tiles of packed sequences that exist are found by number, in any order") {
   Draw draw;
   for (int n = 0; n < 500; ++n) {
-    FwdProblem p{};
-    p.batch = draw.from(1, 12);
-    p.seqlen_q = 300;
     std::vector<int> cu{draw.from(0, 5)}, used;
-    for (int b = 0; b < p.batch; ++b) {
+    const int batch = draw.from(1, 12);
+    for (int b = 0; b < batch; ++b) {
       cu.push_back(cu.back() + (draw.flag() ? 0 : draw.from(0, 400)));
       used.push_back(draw.from(0, 400));
     }
-    if (draw.from(0, 9) == 0) cu[p.batch / 2] = draw.from(-100, 3000);  // offsets that go back
-    p.total_q = cu.back() + draw.from(0, 9);
-    p.varlen.cu_q = cu.data();
-    p.varlen.used_q = draw.flag() ? used.data() : nullptr;
+    if (draw.from(0, 9) == 0) cu[batch / 2] = draw.from(-100, 3000);  // offsets that go back
+    const PackedSequences sequences{cu.data(), draw.flag() ? used.data() : nullptr, 300, batch,
+                                    cu.back() + draw.from(0, 9)};
     const int rows = draw.of({1, 16, 25, 128});
     std::vector<std::pair<int, int>> expected;
-    for (int b = 0; b < p.batch; ++b) {
-      for (int i = 0; i < PackedTiles::of_sequence(p, rows, b); ++i) expected.emplace_back(b, i * rows);
+    for (int b = 0; b < batch; ++b) {
+      for (int i = 0; i < sequences.tiles(b, rows); ++i) expected.emplace_back(b, i * rows);
     }
     const int tiles = static_cast<int>(expected.size());
-    PackedTiles packed(p, tiles);
+    PackedTiles packed;
     bool found = true;
-    for (int pass = 0; pass < 2; ++pass) {  // the second starts over
-      for (int number = tiles - 1; number >= 0; number -= draw.from(1, 3)) {
-        QueryTile tile{};
-        packed.place(tile, number, rows);
-        found &= std::pair(tile.batch, tile.row) == expected[number];
-      }
-    }
+    auto find = [&](int number) {
+      std::pair<int, int> at;
+      packed.find(sequences, number, rows, at.first, at.second);
+      found &= at == expected[number];
+    };
+    for (int number = tiles - 1; number >= 0; number -= draw.from(1, 3)) find(number);
+    for (int number = 0; number < tiles; number += draw.from(1, 3)) find(number);
+    for (int i = 0; i < 20 && tiles > 0; ++i) find(draw.from(0, tiles - 1));
     CHECK(found);
   }
 }
 
+TEST_CASE("tiles of packed keys: each once for each head, early ones of a sequence first") {
+  Draw draw;
+  for (int n = 0; n < 300; ++n) {
+    FwdProblem p{};
+    p.batch = draw.from(1, 8);
+    p.heads = p.heads_k = draw.from(1, 6);
+    p.seqlen_k = 500;
+    std::vector<int> cu{0};
+    for (int b = 0; b < p.batch; ++b) cu.push_back(cu.back() + draw.of({0, 1, 128, draw.from(0, 500)}));
+    p.varlen.cu_k = cu.data();
+    p.total_k = cu.back();
+    int tiles = 0;
+    for (int b = 0; b < p.batch; ++b) tiles += PackedSequences::of_keys(p).tiles(b, 128);
+    const HeadSets sets = HeadSets::of(draw.from(1, p.heads_k), p.heads_k, draw.from(1, 4));
+    std::map<std::pair<int, int>, int> next;  // of a head and sequence
+    PackedTiles packed;
+    bool ordered = true;
+    for (int number = 0; number < tiles * p.heads_k; ++number) {
+      const KeyTile tile(p, 128, sets, tiles, packed, number);
+      ordered &= tile.index == next[{tile.head, tile.batch}]++ && tile.row == 128 * tile.index && !tile.late_first;
+    }
+    CHECK(ordered);
+    for (int head = 0; head < p.heads_k; ++head) {
+      for (int b = 0; b < p.batch; ++b) CHECK(next[{head, b}] == PackedSequences::of_keys(p).tiles(b, 128));
+    }
+  }
+}

@@ -23,7 +23,13 @@ class BackwardWork {
 
   // `splits`: how many splits a tile that is split has.
   FC_HOST_DEVICE BackwardWork(const BwdParams& p, const FastDivmod& splits, int block_n, int number)
-      : BackwardWork(p, splits, block_n, number, number - p.splits.whole_tiles) {}
+      : BackwardWork(p, splits, number, number - p.splits.whole_tiles,
+                     [&](int tile) { return KeyTile(p.fwd, block_n, p.order.sets, p.order.late_first, tile); }) {}
+  // Of packed keys, of which each head has `tiles` tiles.
+  FC_HOST_DEVICE BackwardWork(const BwdParams& p, const FastDivmod& splits, int block_n, int number, int tiles,
+                              PackedTiles& packed)
+      : BackwardWork(p, splits, number, number - p.splits.whole_tiles,
+                     [&](int tile) { return KeyTile(p.fwd, block_n, p.order.sets, tiles, packed, tile); }) {}
 
   FC_HOST_DEVICE uint32_t steps() const { return heads * (queries.end - queries.begin); }
   FC_HOST_DEVICE QueryStep first_step() const { return {queries.empty() ? heads : 0, first()}; }
@@ -37,13 +43,13 @@ class BackwardWork {
   }
 
  private:
-  // `index_from_first_split`: counts works from the first tile that is split.
-  FC_HOST_DEVICE BackwardWork(const BwdParams& p, const FastDivmod& splits, int block_n, int number,
-                              int index_from_first_split)
+  // `index_from_first_split`: counts works from the first tile that is split. tile_of(number): of keys.
+  template <class TileOf>
+  FC_HOST_DEVICE BackwardWork(const BwdParams& p, const FastDivmod& splits, int number, int index_from_first_split,
+                              const TileOf& tile_of)
       : split_tile(index_from_first_split < 0 || !p.sums_of_splits ? -1 : splits.div(index_from_first_split)),
         split(split_tile < 0 ? 0 : index_from_first_split - split_tile * splits.value),
-        tile(p.fwd, block_n, p.order.sets, p.order.late_first,
-             split_tile < 0 ? number : p.splits.whole_tiles + split_tile),
+        tile(tile_of(split_tile < 0 ? number : p.splits.whole_tiles + split_tile)),
         seq(p.fwd, tile.batch) {
     queries = Tiles::of(p.fwd, seq, tile);
     heads = p.fwd.heads / p.fwd.heads_k;

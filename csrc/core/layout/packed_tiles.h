@@ -1,45 +1,50 @@
-// The tiles of queries of packed sequences that exist, without those between a short sequence's end and the longest one's.
+// The tiles of packed sequences that exist, without those between a short sequence's end and the longest one's.
 #pragma once
 
 #include "core/layout/tiles.h"
 
 namespace flash_cute {
 
-// Numbers tiles by sequence, then by row, for one that asks for numbers in descending order, or starts over: it walks the
-// sequences and holds no table.
-class PackedTiles {
- public:
-  // `tiles`: of all sequences.
-  FC_HOST_DEVICE PackedTiles(const FwdProblem& p, int tiles) : p_(p), tiles_(tiles) { start_over(); }
+// The rows of packed sequences, of queries or of keys.
+struct PackedSequences {
+  const int *cu, *used;
+  int longest, batch;
+  int64_t total;
 
-  FC_HOST_DEVICE int tiles() const { return tiles_; }
-
-  // Of `rows` queries each.
-  FC_HOST_DEVICE static int of_sequence(const FwdProblem& p, int rows, int b) {
-    return detail::ceil_div(seq_span(p.varlen.cu_q, p.varlen.used_q, b, p.seqlen_q, p.total_q).length, rows);
+  FC_HOST_DEVICE static PackedSequences of_queries(const FwdProblem& p) {
+    return {p.varlen.cu_q, p.varlen.used_q, p.seqlen_q, p.batch, p.total_q};
+  }
+  FC_HOST_DEVICE static PackedSequences of_keys(const FwdProblem& p) {
+    return {p.varlen.cu_k, p.varlen.used_k, p.seqlen_k, p.batch, p.total_k};
   }
 
-  // Sets the sequence and row of tile `number`, which exists.
-  FC_HOST_DEVICE void place(QueryTile& tile, int number, int rows) {
-    if (number >= past_) start_over();
+  // Tiles of `rows` rows of sequence b.
+  FC_HOST_DEVICE int tiles(int b, int rows) const {
+    return detail::ceil_div(seq_span(cu, used, b, longest, total).length, rows);
+  }
+};
+
+// Finds tiles by number, where they are numbered by sequence, then by row. It holds no table, and walks the sequences from
+// the one that it found last: for numbers in order.
+class PackedTiles {
+ public:
+  // Sets sequence and row of tile `number`, which exists, of `rows` rows.
+  FC_HOST_DEVICE void find(const PackedSequences& sequences, int number, int rows, int& b, int& row) {
+    while (number >= past_) {
+      first_ = past_;
+      past_ += sequences.tiles(++b_, rows);
+    }
     while (number < first_) {
       past_ = first_;
-      first_ -= of_sequence(p_, rows, --b_);
+      first_ -= sequences.tiles(--b_, rows);
     }
-    tile.batch = b_;
-    tile.row = (number - first_) * rows;
+    b = b_;
+    row = (number - first_) * rows;
   }
 
  private:
-  FC_HOST_DEVICE void start_over() {
-    b_ = p_.batch;
-    first_ = past_ = tiles_;
-  }
-
-  const FwdProblem& p_;
-  int tiles_;
-  int b_;  // a sequence, whose tiles are from first_ to past_
-  int first_, past_;
+  int b_ = -1;  // a sequence, whose tiles are from first_ to past_
+  int first_ = 0, past_ = 0;
 };
 
 }  // namespace flash_cute

@@ -24,9 +24,10 @@ struct TileCounter {
             static_cast<unsigned>(tiles - first_tiles + workers - 1)};
   }
 
-  // The same for fewer tiles, of which the host knew a bound.
-  CUTE_DEVICE TileCounter with_tiles(int tiles) const {
-    return {counter, tiles, min(tiles, static_cast<int>(gridDim.x)), static_cast<unsigned>(tiles - 1)};
+  // The same for fewer tiles, of which the host knew a bound; `workers`: CTAs or clusters of the grid.
+  CUTE_DEVICE TileCounter with_tiles(int tiles, int workers) const {
+    if (first_tiles == 0) return {counter, tiles, 0, static_cast<unsigned>(tiles + workers - 1)};
+    return {counter, tiles, min(tiles, workers), static_cast<unsigned>(tiles - 1)};
   }
 
   CUTE_DEVICE int fetch() const { return first_tiles + static_cast<int>(atomicInc(counter, last)); }
@@ -71,10 +72,10 @@ struct TileScheduler {
   }
 };
 
-// Tiles of packed queries of a head, counted by a warp.
-CUTE_DEVICE int count_packed_tiles(const FwdProblem& p, int rows) {
+// Tiles of packed sequences, counted by a warp.
+CUTE_DEVICE int count_tiles(const PackedSequences& sequences, int rows) {
   int tiles = 0;
-  for (int b = threadIdx.x % 32; b < p.batch; b += 32) tiles += PackedTiles::of_sequence(p, rows, b);
+  for (int b = threadIdx.x % 32; b < sequences.batch; b += 32) tiles += sequences.tiles(b, rows);
   CUTE_UNROLL
   for (int lanes = 16; lanes > 0; lanes /= 2) tiles += __shfl_xor_sync(~0u, tiles, lanes);
   return tiles;

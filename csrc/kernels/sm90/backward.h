@@ -44,9 +44,10 @@ __global__ void __launch_bounds__(threads(C), 1) backward(const __grid_constant_
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
+    const int packed_tiles = warp == 0 ? KeyTiles<C>::count(params) : 0;
     if (!(kTakesStrips<C> && warp < 2) && !elect_one_sync()) return;
     if (warp == 0) {
-      produce_keys_and_queries<C>(params, storage);
+      produce_keys_and_queries<C>(params, storage, packed_tiles);
     } else if (warp == 1) {
       Loader<C, true> load(params, storage);
       for_each_work<kTakesStrips<C>>(storage, [&](const WorkOf<C>& work, uint32_t) { load(work); });

@@ -22,7 +22,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
     storage.pipeline_work.init(
         1 + C.warps + 2 * uses_semaphore(params.p.dq_accumulate));  // a loader, the warps, the semaphore threads
     storage.pipeline_next.init(1);
-    storage.fetched = {static_cast<int>(blockIdx.x) / C.cluster};
+    storage.fetched = {.number = static_cast<int>(blockIdx.x) / C.cluster};
     for (auto& of_tensor : storage.times_landed) {
       for (auto& times : of_tensor) times = 0;
     }
@@ -61,7 +61,9 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
         wait_on_dependent_grids();  // no CTA may exit earlier: the next kernel waits for this one only
       }
     } else if (warp == 1) {
+      const int packed_tiles = KeyTiles<C>::count(params);
       if (elect_one_sync()) {
+        storage.fetched.packed_tiles = packed_tiles;
         QueryLoader<C, true> load(params, storage);
         // As late as possible: the cluster that finishes first should get the next tile.
         while (const WorkOf<C>* work = next_work<C>(params, storage)) {

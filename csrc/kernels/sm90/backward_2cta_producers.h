@@ -161,12 +161,12 @@ CUTE_DEVICE void release_dq_semaphores(const BackwardParams& params, typename Tw
 // The first CTA fetches a tile number for both.
 template <KernelConfig C>
 CUTE_DEVICE void fetch_tile(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage) {
-  auto& [number, steps, at, at_next] = storage.fetched;
+  auto& [number, packed_tiles, packed, steps, at, at_next] = storage.fetched;
   auto& [full, empty] = storage.pipeline_next;
   if (block_rank_in_cluster() == 0) {
     // After this wait the counter is this kernel's alone: a launch from another host thread may share it.
     wait_on_dependent_grids();
-    const int taken = params.tile_counter.fetch();
+    const int taken = KeyTiles<C>(params, packed_tiles, packed).fetch();
     storage.pipeline_next.producer_acquire(at_next);
     for (int to = 0; to < C.cluster; ++to) {
       store_shared_remote(taken, cast_smem_ptr_to_uint(&storage.next), cast_smem_ptr_to_uint(full), to);
@@ -183,17 +183,18 @@ CUTE_DEVICE void fetch_tile(const BackwardParams& params, typename TwoCtaTraits<
 // The next tile of keys, described for all roles of the CTA; null at the end.
 template <KernelConfig C>
 CUTE_DEVICE const WorkOf<C>* next_work(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage) {
-  auto& [number, steps, at, at_next] = storage.fetched;
+  auto& [number, packed_tiles, packed, steps, at, at_next] = storage.fetched;
+  KeyTiles<C> tiles(params, packed_tiles, packed);
   // After this wait no one still reads the description of the tile before the last.
   storage.pipeline_work.producer_acquire(at);
   WorkOf<C>& work = storage.work[at.stage()];
   auto exists = [&] {
-    new (&work) WorkOf<C>(params.p, params.splits, C.block_n * C.cluster, number);
+    tiles.describe(work, number);
     return work.tile.row < work.seq.k.length;
   };
   if (at.count > 0 || params.tile_counter.first_tiles == 0) fetch_tile<C>(params, storage);
-  while (number < params.tile_counter.tiles && !exists()) fetch_tile<C>(params, storage);
-  const bool ends = number >= params.tile_counter.tiles;
+  while (number < tiles.numbers() && !exists()) fetch_tile<C>(params, storage);
+  const bool ends = number >= tiles.numbers();
   work.tile.row = ends ? -1 : work.tile.row + int(block_rank_in_cluster()) * C.block_n;
   if (!ends) work.steps_until_end = steps += work.steps();
   storage.pipeline_work.producer_expect_tx(at, 0);

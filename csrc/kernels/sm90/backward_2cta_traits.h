@@ -8,6 +8,8 @@ namespace flash_cute::sm90 {
 // State of the thread that fetches key tiles, in each CTA of the cluster.
 struct FetchState {
   int number;  // of the next tile
+  int packed_tiles;  // of a head, if keys are packed
+  PackedTiles packed;
   uint32_t steps;  // of earlier tiles
   PipelineState<2> at;  // of the work descriptions
   PipelineState<1> at_next;

@@ -78,12 +78,15 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   const bool inside = serialized ? hidden <= f.seqlen_k / 4 : !hides_early_keys(f);
   // Bytes of queries in use at once, if the tiles that start together are all at different queries.
   const int64_t in_use = bytes_of_query(f) * together * keys / sets;
-  const int least_of_last = masked ? least_heads_of_last_set(family_of(config).resident(config, gpu), tiles * splits.count()) : 1;
-  return {.tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
-          .sets = HeadSets::of(heads, int64_t(f.heads_k) * f.batch, least_of_last),
-          .late_first = uses_semaphore(order) && !f.lists.on() && one_head && tiles * splits.queries <= start_together,
-          .heads_inside = inside,
-          .down_and_up = inside && !f.lists.on() && (!serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
+  const int least_of_last =
+      masked ? least_heads_of_last_set(family_of(config).resident(config, gpu), tiles * splits.count()) : 1;
+  return {
+      .tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
+      .sets = HeadSets::of(heads, int64_t(f.heads_k) * (f.dense_keys() || f.lists.on() ? f.batch : 1), least_of_last),
+      .late_first = uses_semaphore(order) && !f.lists.on() && f.dense_keys() && one_head &&
+                    tiles * splits.queries <= start_together,
+      .heads_inside = inside,
+      .down_and_up = inside && !f.lists.on() && (!serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
 }
 
 BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) const {

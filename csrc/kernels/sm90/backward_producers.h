@@ -220,7 +220,8 @@ class Loader {
 
 // The thread, or warp, that loads K and Q also fetches key tiles and describes them to the other roles.
 template <KernelConfig C>
-CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage) {
+CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename BackwardTraits<C>::Storage& storage,
+                                          int packed_tiles) {
   Loader<C, false> load(params, storage);
   PipelineState<2> at;
   bool has_unfinished = false;
@@ -230,18 +231,19 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
     if (leads<C>()) storage.pipeline_work.producer_expect_tx(at, 0);
     at.advance();
   };
-  const TileCounter& tile_counter = params.tile_counter;
+  PackedTiles packed;
+  KeyTiles<C> tiles(params, packed_tiles, packed);
   // As late as the counter's latency allows: the CTA that finishes first should get the next tile.
   auto take = [&] {
     // After this wait the counter is this kernel's alone: a launch from another host thread may share it.
     wait_on_dependent_grids();
-    const int number = leads<C>() ? tile_counter.fetch() : 0;
+    const int number = leads<C>() ? tiles.fetch() : 0;
     return kTakesStrips<C> ? __shfl_sync(~0u, number, 0) : number;
   };
-  for (int number = tile_counter.first_tiles > 0 ? int(blockIdx.x) : take(); number < tile_counter.tiles;
+  for (int number = params.tile_counter.first_tiles > 0 ? int(blockIdx.x) : take(); number < tiles.numbers();
        number = take()) {
     storage.pipeline_work.producer_acquire(at);
-    if (leads<C>()) new (&storage.work[at.stage()]) WorkOf<C>(params.p, params.splits, C.block_n, number);
+    if (leads<C>()) tiles.describe(storage.work[at.stage()], number);
     auto& work = storage.work[at.stage()];
     if constexpr (kTakesStrips<C>) {
       if (leads<C>()) work.queries.start = MeanPosition(params).start(work.queries.entries());

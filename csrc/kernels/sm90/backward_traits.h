@@ -176,6 +176,50 @@ struct BackwardTraits {
   static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
+// The tiles of keys of a CTA or a cluster. Of packed keys the host knows a bound alone.
+template <KernelConfig C>
+class KeyTiles {
+ public:
+  static constexpr int kKeys = C.block_n * C.cluster;
+
+  // `packed_tiles`: of a head, if keys are packed; `packed` finds them.
+  CUTE_DEVICE KeyTiles(const BackwardParams& params, int packed_tiles, PackedTiles& packed)
+      : params_(params), packed_tiles_(packed_tiles), packed_(packed) {}
+
+  // Not over lists, whose threads have no registers left.
+  CUTE_DEVICE static bool are_packed(const BackwardParams& params) {
+    return !C.walks_lists() && !params.p.fwd.dense_keys();
+  }
+  // Of a head, by a warp; 0 if keys are not packed.
+  CUTE_DEVICE static int count(const BackwardParams& params) {
+    return are_packed(params) ? count_tiles(PackedSequences::of_keys(params.p.fwd), kKeys) : 0;
+  }
+
+  // Numbers, where each split of a tile has one of its own.
+  CUTE_DEVICE int numbers() const {
+    if (!are_packed(params_)) return params_.tile_counter.tiles;
+    const BwdParams& p = params_.p;  // all tiles of packed keys are split, or none
+    return packed_tiles_ * p.fwd.heads_k * (p.sums_of_splits ? params_.splits.value : 1);
+  }
+  CUTE_DEVICE int fetch() const {
+    const TileCounter& counter = params_.tile_counter;
+    return are_packed(params_) ? counter.with_tiles(numbers(), gridDim.x / C.cluster).fetch() : counter.fetch();
+  }
+  CUTE_DEVICE void describe(WorkOf<C>& work, int number) {
+    const BwdParams& p = params_.p;
+    if (are_packed(params_)) {
+      new (&work) WorkOf<C>(p, params_.splits, kKeys, number, packed_tiles_, packed_);
+    } else {
+      new (&work) WorkOf<C>(p, params_.splits, kKeys, number);
+    }
+  }
+
+ private:
+  const BackwardParams& params_;
+  int packed_tiles_;
+  PackedTiles& packed_;
+};
+
 // Whether more than one tile of keys may add to a query's dQ.
 template <KernelConfig C>
 CUTE_HOST_DEVICE constexpr bool adds_several_tiles(const FwdProblem& p) {

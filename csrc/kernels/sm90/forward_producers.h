@@ -33,8 +33,8 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
   PipelineState<2> at_next;
 
   const bool packed = is_packed<C>(p);
-  PackedTiles packed_tiles(p, tiles_of_head);
-  auto scheduler = [&] { return packed ? params.scheduler.with_tiles(packed_tiles.tiles()) : params.scheduler; };
+  PackedTiles packed_tiles;
+  auto scheduler = [&] { return packed ? params.scheduler.with_tiles(tiles_of_head) : params.scheduler; };
   const int tiles = packed ? static_cast<int>(scheduler().tiles()) : params.tile_counter.tiles;
   const int queries = queries_of_tile<C>(params);
 
@@ -42,7 +42,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
   // As late as its latency allows: the CTA that finishes first should get the next tile.
   auto take = [&] {
     const TileCounter& counter = params.tile_counter;
-    if (rank == 0) index = packed ? counter.with_tiles(tiles).fetch() : counter.fetch();
+    if (rank == 0) index = packed ? counter.with_tiles(tiles, gridDim.x).fetch() : counter.fetch();
   };
   // The first CTA of the cluster fetches for all of them.
   auto share = [&] {
@@ -65,7 +65,10 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
   };
   for (; index < tiles; share()) {
     QueryTile of_cluster = scheduler().at(index, queries);
-    if (packed) packed_tiles.place(of_cluster, of_cluster.row / queries, queries);
+    if (packed) {
+      const int number = of_cluster.row / queries;
+      packed_tiles.find(PackedSequences::of_queries(p), number, queries, of_cluster.batch, of_cluster.row);
+    }
     const SeqInfo seq(p, of_cluster.batch);
     if (of_cluster.row >= seq.q.length) {
       take();
@@ -74,8 +77,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     // The CTAs of a cluster alternate in having the later rows, which see more keys: none stays ahead.
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
     const int split = params.scheduler.split(index);
-    const QueryGroups groups{
-        of_cluster, queries, {row, of_cluster.head, of_cluster.batch}, params.rows_of_head.value};
+    const QueryGroups groups{of_cluster, queries, {row, of_cluster.head, of_cluster.batch}, params.rows_of_head.value};
     const auto& work = *new (&storage.work[at_q.count % T::kWorkTiles]) typename T::Work(p, seq, groups, split);
     int n = loads_keys ? work.tiles.count - 1 : -1;
     auto load_k = [&] { load_keys<C, C.head_dim>(storage.pipeline_k, at_k, storage.k, params.k, work, n--); };
