@@ -63,7 +63,7 @@ const KernelConfig& draw_config(Draw& draw, int block_m, int block_n, int cluste
   for (const Row& row : rows_of_configs()) {
     const KernelConfig& c = row.config;
     if (c.op == op && c.arch == Arch::Sm90 && c.block_m == block_m && c.block_n == block_n && c.cluster == cluster &&
-        !c.walks_lists() && !c.rich())
+        c.tiles == TileKind::Interval && !c.rich())
       found.push_back(&c);
   }
   REQUIRE(!found.empty());
