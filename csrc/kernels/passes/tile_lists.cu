@@ -111,9 +111,9 @@ __global__ void __launch_bounds__(kThreads, kColumnCtas)
     p.ranks[list] = 0;
   }
   // The rest of each list, which a warp writes as one piece.
-  for (int of_lane = warp; of_lane < min(32, table.columns - (column - lane)); of_lane += kWarps) {
-    const int64_t first = list + int64_t(of_lane - lane) * (1 + table.rows);
-    for (int i = 1 + __shfl_sync(~0u, all, of_lane) + lane; i <= table.rows; i += 32) {
+  for (int other_lane = warp; other_lane < min(32, table.columns - (column - lane)); other_lane += kWarps) {
+    const int64_t first = list + int64_t(other_lane - lane) * (1 + table.rows);
+    for (int i = 1 + __shfl_sync(~0u, all, other_lane) + lane; i <= table.rows; i += 32) {
       p.lists[first + i] = {};
       p.ranks[first + i] = 0;
     }
