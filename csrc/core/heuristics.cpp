@@ -63,7 +63,7 @@ int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads
   const FwdProblem one = one_sequence(problem);
   const double work_tiles = double(row_tiles(config, one)) * (problem.heads / heads) * problem.batch;
   const double of_waves = work_tiles > 0 ? ceil_to(kWaves * resident_ctas_of(config, sms) / work_tiles, 1) : kMaxSplits;
-  const int most = std::min(kMaxSplits, detail::ceil_div(one.seqlen_k, config.block_n));
+  const int most = std::min(kMaxSplits, detail::ceil_div(problem.seqlen_k, config.block_n));
   return std::max(1, static_cast<int>(std::min<double>(most, of_waves)));
 }
 
@@ -71,7 +71,7 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
   const Card::Forward& card = kCard.forward;
   const FwdProblem one = one_sequence(problem);
-  const SeqInfo seq(one, 0);
+  const FwdProblem longest = longest_sequence(problem);
   const auto [rate, tile_keys] = family_of(config).forward_speed(config);
   // Under a band the CTAs of a cluster see different keys, and wait for each other.
   const bool banded = !one.band.is_open();
@@ -83,11 +83,13 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   const double filled = tiles == 1 ? card.empty_row + (1 - card.empty_row) * filled_rows : 1;
   const double merging = card.number_us * problem.all_rows() * problem.heads * config.head_dim_v;
   auto cost_with = [&](int splits) {
-    const Spread costs = spread(tiles, [&](int tile) {
-      const RowSpan keys = visible_keys(seq, one.band, tile * rows, rows);
+    auto cost_of_tile = [&](const FwdProblem& p, int tile) {
+      const RowSpan keys = visible_keys(SeqInfo(p, 0), p.band, tile * rows, rows);
       const double of_split = ceil_to(double(std::max(0, keys.last - keys.first)) / splits, config.block_n);
       return (of_split + tile_keys + waiting_keys) * config.block_m / rate * filled;
-    });
+    };
+    Spread costs = spread(tiles, [&](int tile) { return cost_of_tile(one, tile); });
+    if (!problem.dense()) costs.longest = cost_of_tile(longest, std::max(0, row_tiles(config, longest) - 1));
     const double passes_us = splits == 1 ? 0 : card.kernel_us + merging * splits;
     return cost_of(costs, work_tiles * splits, resident_ctas) + passes_us * cost_per_us(config, sms);
   };

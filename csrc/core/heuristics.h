@@ -29,8 +29,8 @@ int packed_heads(const KernelConfig& config, const FwdProblem& problem, const Fw
 int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms);
 
 // The cost of a forward on `sms` multiprocessors with so many heads per tile, to compare alternatives, with the
-// override's number of splits if the kernel supports it, else with the best one. The host does not know packed lengths
-// and uses their mean; clusters then cost infinity, since short sequences would idle some of their CTAs.
+// override's number of splits if the kernel supports it, else with the best one. Of packed
+// lengths the host knows the mean and the longest. Clusters then cost infinity: short sequences would idle some of their CTAs.
 struct SplitCost {
   double cost;
   int num_splits;

@@ -43,22 +43,23 @@ std::string array(const std::vector<std::string>& items) {
   return "[" + all + "]";
 }
 
-void add_sets(JsonObject& all, const HeadSets& sets) {
-  all.integer("heads_together", sets.heads).integer("last_set", sets.last);
+JsonObject& add_sets(JsonObject& all, const HeadSets& sets) {
+  return all.integer("heads_together", sets.heads).integer("last_set", sets.last);
 }
 
 JsonObject describe(const FwdPlan& plan) {
   JsonObject all;
   all.integer("num_splits", plan.num_splits).integer("pack_gqa", plan.pack_gqa);
-  if (plan.resident > 0) add_sets(all, plan.sets);
+  if (plan.resident > 0) add_sets(all, plan.sets).flag("by_level", plan.by_level);
   return all;
 }
 
 JsonObject describe(const KeyOrder& order) {
   JsonObject all;
   all.integer("tiles_of_set", order.tiles_of_set);
-  add_sets(all, order.sets);
-  return all.flag("late_first", order.late_first)
+  return add_sets(all, order.sets)
+      .flag("by_level", order.by_level)
+      .flag("late_first", order.late_first)
       .flag("heads_inside", order.heads_inside)
       .flag("down_and_up", order.down_and_up);
 }

@@ -5,20 +5,25 @@
 #include "core/card.h"
 #include "core/family.h"
 #include "core/heuristics.h"
+#include "core/waves.h"
 
 namespace flash_cute {
 namespace {
 
-// Sets of heads whose keys and values fit into L2.
-HeadSets sets_of_heads(const KernelConfig& config, const FwdProblem& p, const FwdPlan& plan, const Device& gpu) {
+// Sets of heads whose keys and values fit into L2: those of a sequence, or of all that are visited by turns (by_level).
+void plan_order(const KernelConfig& config, const FwdProblem& p, const Device& gpu, FwdPlan& plan) {
   const auto cached = static_cast<int64_t>(kCard.l2_kept * gpu.l2_bytes);
-  const int64_t bytes =
-      std::max<int64_t>(1, int64_t(p.seqlen_k) * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype));
+  const int64_t of_key = (p.head_dim + p.head_dim_v) * element_bytes(p.dtype);
+  plan.by_level = is_causal_packed(p) && p.total_k * of_key <= cached;
+  const int64_t bytes = std::max<int64_t>(1, (plan.by_level ? p.total_k : p.seqlen_k) * of_key);
   const int64_t heads = std::max<int64_t>(1, cached / bytes) * (p.heads / std::max(1, p.heads_k) / plan.pack_gqa);
   const int64_t all = int64_t(p.heads / plan.pack_gqa) * (p.dense() ? p.batch : 1);
-  const int tiles = detail::ceil_div(p.seqlen_q, queries_of_tile(config, p)) * plan.num_splits;
-  return HeadSets::of(static_cast<int>(std::clamp<int64_t>(heads, 1, std::max<int64_t>(1, all))), all,
-                      p.band.is_open() ? 1 : least_heads_of_last_set(plan.resident, tiles));
+  const int queries = queries_of_tile(config, p);
+  const int tiles = p.dense() ? detail::ceil_div(p.seqlen_q, queries) : packed_tiles(p.total_q, p.batch, queries);
+  const bool alike = p.dense() && p.band.is_open();
+  const double longest = p.dense() ? 1 : longest_to_mean(p.seqlen_k, p.total_k, p.batch);
+  plan.sets = HeadSets::of(static_cast<int>(std::clamp<int64_t>(heads, 1, std::max<int64_t>(1, all))), all,
+                           alike ? 1 : least_heads_of_last_set(plan.resident, tiles * plan.num_splits, longest));
 }
 
 }  // namespace
@@ -28,7 +33,7 @@ FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device&
   FwdPlan plan{.num_splits = cheapest_splits(config, p, heads, gpu.sms, overrides.num_splits).num_splits,
                .pack_gqa = heads,
                .resident = family_of(config).resident(config, gpu)};
-  plan.sets = sets_of_heads(config, p, plan, gpu);
+  plan_order(config, p, gpu, plan);
   return plan;
 }
 

@@ -15,6 +15,7 @@ struct FwdPlan {
   int num_splits = 1;      // split-KV: parts of the keys of a tile of queries; combine_splits() combines the results
   int pack_gqa = 1;        // query heads of a group that share a tile of queries
   HeadSets sets;           // of pack_gqa heads, whose tiles of queries alternate: kernels/hopper/tile_scheduler.h
+  bool by_level = false;   // packed: PackedOrder::by_level
   int resident = 0;        // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
 };
 
@@ -43,6 +44,7 @@ constexpr bool uses_semaphore(DqAccumulate order) {
 struct KeyOrder {
   int tiles_of_set = 1;       // tiles that start together
   HeadSets sets;              // of kv heads, whose tiles of keys alternate
+  bool by_level = false;      // packed: PackedOrder::by_level
   bool late_first = false;    // late keys first
   bool heads_inside = false;  // all query heads of a query tile, then the next query tile
   bool down_and_up = false;   // sets alternate between starting at the last and at the first queries

@@ -26,6 +26,30 @@ inline FwdProblem one_sequence(const FwdProblem& problem) {
   return one;
 }
 
+// The longest sequence of the problem.
+inline FwdProblem longest_sequence(const FwdProblem& problem) {
+  FwdProblem longest = problem;
+  longest.varlen = {};
+  return longest;
+}
+
+// Whether packed sequences attend causally to themselves, as far as the host knows: a tile of queries then takes as long
+// as there are tiles before it, a tile of keys as long as there are behind it.
+inline bool is_causal_packed(const FwdProblem& p) {
+  return !p.dense() && !p.dense_keys() && p.total_q == p.total_k && p.seqlen_q == p.seqlen_k &&
+         p.band.left >= p.seqlen_k - 1 && p.band.right < p.seqlen_k - 1;
+}
+
+// Tiles of one side of packed sequences, about.
+inline int packed_tiles(int64_t total, int sequences, int tile_rows) {
+  return static_cast<int>(total / tile_rows) + (sequences + 1) / 2;
+}
+
+// The longest of packed sequences, relative to their mean.
+inline double longest_to_mean(int longest, int64_t total, int sequences) {
+  return double(longest) * sequences / double(std::max<int64_t>(1, total));
+}
+
 // Extremes and mean of a quantity over a problem's tiles.
 struct Spread {
   double longest, shortest, mean;

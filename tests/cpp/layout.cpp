@@ -1,5 +1,7 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
+#include <array>
 #include <limits>
 #include <map>
 #include <utility>
@@ -11,6 +13,7 @@
 #include "core/layout/fast_divmod.h"
 #include "core/layout/tiles.h"
 #include "draw.h"
+#include "packed_order.h"
 
 using namespace flash_cute;
 
@@ -207,30 +210,41 @@ TEST_CASE("a packed row has the sequence that owns it") {
   CHECK(place_of(17, {0, 5}, nullptr, 5) == 2);
 }
 
-TEST_CASE("tiles of packed sequences that exist are found by number, in any order") {
+TEST_CASE("tiles of packed sequences are found by number, in any order, the longest first") {
   Draw draw;
-  for (int n = 0; n < 500; ++n) {
-    std::vector<int> cu{draw.from(0, 5)}, used;
-    const int batch = draw.from(1, 12);
+  for (int n = 0; n < 600; ++n) {
+    const int batch = draw.of({1, 2, 5, draw.from(1, 40)});
+    std::vector<int> cu{0}, used, costs;
     for (int b = 0; b < batch; ++b) {
       cu.push_back(cu.back() + (draw.flag() ? 0 : draw.from(0, 400)));
       used.push_back(draw.from(0, 400));
+      costs.push_back(draw.from(0, 9));
     }
     if (draw.from(0, 9) == 0) cu[batch / 2] = draw.from(-100, 3000);  // offsets that go back
-    const PackedSequences sequences{cu.data(), draw.flag() ? used.data() : nullptr, 300, batch,
-                                    cu.back() + draw.from(0, 9)};
-    const int rows = draw.of({1, 16, 25, 128});
-    std::vector<std::pair<int, int>> expected;
+    const PackedRows rows{cu.data(), draw.flag() ? used.data() : nullptr, 300,
+                          batch,     cu.back() + draw.from(0, 9),         draw.of({1, 16, 128})};
+    const bool by_level = draw.flag();
+    const PackedOrder order = sorted_sequences(
+        rows, by_level, [&](int sequence) { return by_level ? rows.tiles(sequence) : costs[sequence]; });
+    // {cost, sequence, tiles before} of all tiles, in order.
+    std::vector<std::array<int, 3>> expected;
     for (int b = 0; b < batch; ++b) {
-      for (int i = 0; i < sequences.tiles(b, rows); ++i) expected.emplace_back(b, i * rows);
+      const int tiles = rows.tiles(b), cost = order.count == 0 ? 0 : costs[b];
+      for (int i = 0; i < tiles; ++i) expected.push_back({order.by_level ? i - tiles : -cost, b, i});
     }
+    auto before = [&](const std::array<int, 3>& a, const std::array<int, 3>& b) {
+      if (a[0] != b[0]) return a[0] < b[0];
+      if (order.by_level && rows.tiles(a[1]) != rows.tiles(b[1])) return rows.tiles(a[1]) > rows.tiles(b[1]);
+      return a[1] < b[1];
+    };
+    std::stable_sort(expected.begin(), expected.end(), before);
     const int tiles = static_cast<int>(expected.size());
     PackedTiles packed;
     bool found = true;
     auto find = [&](int number) {
-      std::pair<int, int> at;
-      packed.find(sequences, number, rows, at.first, at.second);
-      found &= at == expected[number];
+      const PackedTile tile = packed.find(rows, order, number);
+      found &= tile.sequence == expected[number][1] && tile.before == expected[number][2] &&
+               tile.tiles == rows.tiles(tile.sequence);
     };
     for (int number = tiles - 1; number >= 0; number -= draw.from(1, 3)) find(number);
     for (int number = 0; number < tiles; number += draw.from(1, 3)) find(number);
@@ -250,19 +264,21 @@ TEST_CASE("tiles of packed keys: each once for each head, early ones of a sequen
     for (int b = 0; b < p.batch; ++b) cu.push_back(cu.back() + draw.of({0, 1, 128, draw.from(0, 500)}));
     p.varlen.cu_k = cu.data();
     p.total_k = cu.back();
+    const PackedRows rows = PackedRows::of_keys(p, 128);
+    const PackedOrder order = sorted_sequences(rows, draw.flag(), [&](int sequence) { return rows.tiles(sequence); });
     int tiles = 0;
-    for (int b = 0; b < p.batch; ++b) tiles += PackedSequences::of_keys(p).tiles(b, 128);
+    for (int b = 0; b < p.batch; ++b) tiles += rows.tiles(b);
     const HeadSets sets = HeadSets::of(draw.from(1, p.heads_k), p.heads_k, draw.from(1, 4));
     std::map<std::pair<int, int>, int> next;  // of a head and sequence
     PackedTiles packed;
     bool ordered = true;
     for (int number = 0; number < tiles * p.heads_k; ++number) {
-      const KeyTile tile(p, 128, sets, tiles, packed, number);
+      const KeyTile tile(p, 128, sets, tiles, order, packed, number);
       ordered &= tile.index == next[{tile.head, tile.batch}]++ && tile.row == 128 * tile.index && !tile.late_first;
     }
     CHECK(ordered);
     for (int head = 0; head < p.heads_k; ++head) {
-      for (int b = 0; b < p.batch; ++b) CHECK(next[{head, b}] == PackedSequences::of_keys(p).tiles(b, 128));
+      for (int b = 0; b < p.batch; ++b) CHECK(next[{head, b}] == rows.tiles(b));
     }
   }
 }

@@ -27,9 +27,9 @@ class BackwardWork {
                      [&](int tile) { return KeyTile(p.fwd, block_n, p.order.sets, p.order.late_first, tile); }) {}
   // Of packed keys, of which each head has `tiles` tiles.
   FC_HOST_DEVICE BackwardWork(const BwdParams& p, const FastDivmod& splits, int block_n, int number, int tiles,
-                              PackedTiles& packed)
+                              const PackedOrder& order, PackedTiles& packed)
       : BackwardWork(p, splits, number, number - p.splits.whole_tiles,
-                     [&](int tile) { return KeyTile(p.fwd, block_n, p.order.sets, tiles, packed, tile); }) {}
+                     [&](int tile) { return KeyTile(p.fwd, block_n, p.order.sets, tiles, order, packed, tile); }) {}
 
   FC_HOST_DEVICE uint32_t steps() const { return heads * (queries.end - queries.begin); }
   FC_HOST_DEVICE QueryStep first_step() const { return {queries.empty() ? heads : 0, first()}; }

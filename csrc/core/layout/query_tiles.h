@@ -17,15 +17,17 @@ struct KeyTile {
   FC_HOST_DEVICE KeyTile(int index, int row, int head, int batch)
       : index(index), row(row), head(head), batch(batch), late_first(false) {}
 
-  // Of packed keys, of which each head has `tiles` tiles: sequence by sequence.
-  FC_HOST_DEVICE KeyTile(const FwdProblem& p, int block_n, const HeadSets& sets, int tiles, PackedTiles& packed,
-                         int number)
+  // Of packed keys, of which each head has `tiles` tiles.
+  FC_HOST_DEVICE KeyTile(const FwdProblem& p, int block_n, const HeadSets& sets, int tiles, const PackedOrder& order,
+                         PackedTiles& packed, int number)
       : late_first(false) {
     const HeadSets::Set set = sets.of_tile(number, tiles, p.heads_k);
     const int place = number - set.first * tiles;
+    const PackedTile tile = packed.find(PackedRows::of_keys(p, block_n), order, place / set.heads);
     head = set.first + place % set.heads;
-    packed.find(PackedSequences::of_keys(p), place / set.heads, block_n, batch, row);
-    index = row / block_n;
+    batch = tile.sequence;
+    index = tile.before;
+    row = index * block_n;
   }
 
   // Early keys first: under a causal mask the most queries see them. With `late` the late ones first, except in the

@@ -27,15 +27,42 @@ struct PassTile {
   SeqSpan span;
   int64_t padded_row;
 
+  // In all threads of a CTA.
   CUTE_DEVICE explicit PassTile(const BwdParams& p) {
     const FwdProblem& f = p.fwd;
-    const int tiles = ceil_div(f.seqlen_q, C.block_m);
-    const int number = gridDim.x - 1 - blockIdx.x;
-    row = number % tiles * C.block_m;
+    const int tiles = static_cast<int>(of_head(f)), number = gridDim.x - 1 - blockIdx.x, tile = number % tiles;
     head = number / tiles % f.heads;
-    batch = number / tiles / f.heads;
+    batch = f.dense() ? number / tiles / f.heads : sequence_of(f, tile);
     span = seq_span(f.varlen.cu_q, f.varlen.used_q, batch, f.seqlen_q, f.total_q);
+    const int64_t first = f.dense() ? 0 : PaddedRows{C.block_m}.first_row(span.offset, batch);
+    row = static_cast<int>(int64_t(tile) * C.block_m - first);
     padded_row = first_padded_row(p, C.block_m, batch, head, span.offset) + row;
+  }
+
+  CUTE_DEVICE bool exists() const { return row >= 0 && row < span.length; }
+
+  static int64_t count(const FwdProblem& f) { return of_head(f) * f.heads * (f.dense() ? f.batch : 1); }
+
+ private:
+  // Of a head; of packed queries those of all sequences.
+  CUTE_HOST_DEVICE static int64_t of_head(const FwdProblem& f) {
+    const PaddedRows rows{C.block_m};
+    return (f.dense() ? rows.dense(f.seqlen_q) : rows.packed(f.total_q, f.batch)) / C.block_m;
+  }
+
+  // The sequence whose padded rows have the tile: the last that starts there or before. Found by a warp.
+  CUTE_DEVICE static int sequence_of(const FwdProblem& f, int tile) {
+    const int lane = threadIdx.x % 32;
+    int started = 0;
+    for (int first = 0; first < f.batch; first += 32) {
+      const int sequence = first + lane;
+      const bool starts =
+          sequence < f.batch &&
+          PaddedRows{C.block_m}.first_row(seq_span(f.varlen.cu_q, nullptr, sequence, f.seqlen_q, f.total_q).offset,
+                                          sequence) <= int64_t(tile) * C.block_m;
+      started += __popc(__ballot_sync(~0u, starts));
+    }
+    return max(started, 1) - 1;
   }
 };
 
@@ -73,7 +100,7 @@ __global__ void __launch_bounds__(32 * C.warps)
   wait_on_dependent_grids();
   const PassTile<C> tile(p);
   launch_dependent_grids();
-  if (tile.row >= tile.span.length) return;
+  if (!tile.exists()) return;
   if (all_zeros || !QueryTilesOf<C>::any_adds(p.fwd, SeqInfo(p.fwd, tile.batch), {tile.row, tile.head, tile.batch})) {
     float* const sums = p.dq_accum + tile.padded_row * kDqColumns;
     CUTE_UNROLL

@@ -60,22 +60,52 @@ struct TileScheduler {
 
   CUTE_DEVICE int split(int index) const { return index % splits; }
 
-  CUTE_DEVICE QueryTile at(int index, int block_m) const {
+  // A tile's head, of all sequences, and its number among those of the head, the longest first.
+  struct Place {
+    int number, head;
+  };
+  CUTE_DEVICE Place place_of(int index) const {
     index /= splits;
     const HeadSets::Set set = sets.of_tile(index, row_tiles, heads * batch);
-    const int place = index - set.first * row_tiles, head = set.first + place % set.heads;
-    QueryTile tile;
-    tile.row = (row_tiles - 1 - place / set.heads) * block_m;
-    tile.head = head % heads * pack_gqa;
-    tile.batch = head / heads;
-    return tile;
+    const int place = index - set.first * row_tiles;
+    return {place / set.heads, set.first + place % set.heads};
+  }
+
+  CUTE_DEVICE QueryTile at(int index, int block_m) const {
+    const auto [number, head] = place_of(index);
+    return {(row_tiles - 1 - number) * block_m, head % heads * pack_gqa, head / heads};
+  }
+  // Of packed queries.
+  CUTE_DEVICE QueryTile at(int index, const PackedRows& rows, const PackedOrder& order, PackedTiles& packed) const {
+    const auto [number, head] = place_of(index);
+    const PackedTile tile = packed.find(rows, order, number);
+    return {(tile.tiles - 1 - tile.before) * rows.tile_rows, head * pack_gqa, tile.sequence};
   }
 };
 
-// Tiles of packed sequences, counted by a warp.
-CUTE_DEVICE int count_tiles(const PackedSequences& sequences, int rows) {
+// Sorts packed sequences, by a warp, and returns how many tiles all have. cost_of(sequence): of each tile, if they are alike.
+template <class CostOf>
+CUTE_DEVICE int sort_sequences(PackedOrder& order, const PackedRows& rows, bool by_level, const CostOf& cost_of) {
+  const int lane = threadIdx.x % 32;
   int tiles = 0;
-  for (int b = threadIdx.x % 32; b < sequences.batch; b += 32) tiles += sequences.tiles(b, rows);
+  for (int sequence = lane; sequence < rows.batch; sequence += 32) tiles += rows.tiles(sequence);
+  const bool sorts = rows.batch <= PackedOrder::kMost;
+  if (sorts) {
+    const bool exists = lane < rows.batch;
+    const int cost = !exists ? 0 : by_level ? rows.length(lane) : cost_of(lane);
+    const int place =
+        PackedOrder::place_of(lane, rows.batch, [&](int sequence) { return __shfl_sync(~0u, cost, sequence); });
+    if (exists) {
+      order.sequence[place] = lane;
+      order.tiles[place] = tiles;
+    }
+  }
+  if (lane == 0) {
+    order.count = sorts ? rows.batch : 0;
+    order.by_level = sorts && by_level;
+  }
+  // After this barrier the warp has written the order.
+  __syncwarp();
   CUTE_UNROLL
   for (int lanes = 16; lanes > 0; lanes /= 2) tiles += __shfl_xor_sync(~0u, tiles, lanes);
   return tiles;

@@ -55,15 +55,8 @@ __global__ void __launch_bounds__(kThreads)
   p.numbers[row * table.columns + tile] = entry - 1;
 }
 
-// The assembler spills two registers of compact_columns for sm_80 unless the bounds name CTAs too; 0 names none.
-#if __CUDA_ARCH__ < 900
-constexpr int kColumnCtas = 1;
-#else
-constexpr int kColumnCtas = 0;
-#endif
-
 // One CTA for 32 columns of a table, one lane for each; warps share the rows.
-__global__ void __launch_bounds__(kThreads, kColumnCtas)
+__global__ void __launch_bounds__(kThreads, 1)
     compact_columns(const __grid_constant__ TileCodes table, const __grid_constant__ ListsOfColumns p, int ctas) {
   __shared__ int counts[kWarps][32];
   __shared__ int wholes[kWarps][32];

@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
 template <KernelConfig C>
 cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
-  const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
+  const int64_t query_tiles = PassTile<C>::count(f);
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
   if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, C.threads(), 0, stream, p, true)) return e;
   if (cudaError_t e = launch_kernel<backward<C>>(key_tiles, C.threads(), smem_bytes(C), stream, p)) return e;

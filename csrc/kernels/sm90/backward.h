@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(threads(C), 1) backward(const __grid_constant_
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
-    const int packed_tiles = warp == 0 ? KeyTiles<C>::count(params) : 0;
+    const int packed_tiles = warp == 0 ? KeyTiles<C>::sort(params, storage.order) : 0;
     if (!(kTakesStrips<C> && warp < 2) && !elect_one_sync()) return;
     if (warp == 0) {
       produce_keys_and_queries<C>(params, storage, packed_tiles);
@@ -75,7 +75,7 @@ constexpr auto main_kernel() {
 template <KernelConfig C>
 cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
-  const int64_t query_tiles = int64_t(cute::ceil_div(f.seqlen_q, C.block_m)) * f.heads * f.batch;
+  const int64_t query_tiles = PassTile<C>::count(f);
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n * C.cluster)) * f.heads_k * f.batch;
   const int64_t split_tiles = p.sums_of_splits ? key_tiles - p.splits.whole_tiles : 0;
   const int64_t tiles = key_tiles + split_tiles * (p.splits.count() - 1);

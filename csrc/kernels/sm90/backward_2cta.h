@@ -61,7 +61,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
         wait_on_dependent_grids();  // no CTA may exit earlier: the next kernel waits for this one only
       }
     } else if (warp == 1) {
-      const int packed_tiles = KeyTiles<C>::count(params);
+      const int packed_tiles = KeyTiles<C>::sort(params, storage.order);
       if (elect_one_sync()) {
         storage.fetched.packed_tiles = packed_tiles;
         QueryLoader<C, true> load(params, storage);

@@ -166,7 +166,7 @@ CUTE_DEVICE void fetch_tile(const BackwardParams& params, typename TwoCtaTraits<
   if (block_rank_in_cluster() == 0) {
     // After this wait the counter is this kernel's alone: a launch from another host thread may share it.
     wait_on_dependent_grids();
-    const int taken = KeyTiles<C>(params, packed_tiles, packed).fetch();
+    const int taken = KeyTiles<C>(params, packed_tiles, storage.order, packed).fetch();
     storage.pipeline_next.producer_acquire(at_next);
     for (int to = 0; to < C.cluster; ++to) {
       store_shared_remote(taken, cast_smem_ptr_to_uint(&storage.next), cast_smem_ptr_to_uint(full), to);
@@ -184,7 +184,7 @@ CUTE_DEVICE void fetch_tile(const BackwardParams& params, typename TwoCtaTraits<
 template <KernelConfig C>
 CUTE_DEVICE const WorkOf<C>* next_work(const BackwardParams& params, typename TwoCtaTraits<C>::Storage& storage) {
   auto& [number, packed_tiles, packed, steps, at, at_next] = storage.fetched;
-  KeyTiles<C> tiles(params, packed_tiles, packed);
+  KeyTiles<C> tiles(params, packed_tiles, storage.order, packed);
   // After this wait no one still reads the description of the tile before the last.
   storage.pipeline_work.producer_acquire(at);
   WorkOf<C>& work = storage.work[at.stage()];

@@ -64,8 +64,7 @@ __global__ void __launch_bounds__(128) backward_combine(const __grid_constant__ 
   constexpr int kAtoms = kAtomsOfDk<C> + kAtomsOfDv<C>, kRows = C.block_n * C.cluster, kSlabs = kRows / kSlabRows;
   const FwdProblem& f = params.p.fwd;
   const int split_tile = blockIdx.x / (kSlabs * kAtoms);
-  KeyTile tile(f, kRows, params.p.order.sets, params.p.order.late_first,
-               params.p.splits.whole_tiles + split_tile);
+  KeyTile tile(f, kRows, params.p.order.sets, params.p.order.late_first, params.p.splits.whole_tiles + split_tile);
   tile.row += blockIdx.x / kAtoms % kSlabs * kSlabRows;
   const SeqSpan span = SeqInfo(f, tile.batch).k;
   // After this wait all splits have stored their sums.

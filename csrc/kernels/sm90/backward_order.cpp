@@ -33,7 +33,7 @@ bool shares_l2(const KernelConfig& config, const BwdProblem& p, const Device& gp
 }
 
 DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool shares_l2) {
-  const FwdProblem& f = p.fwd;
+  const FwdProblem f = one_sequence(p.fwd);
   if (p.deterministic) return DqAccumulate::Serialized;
   if (shares_l2 || f.lists.on()) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
@@ -56,7 +56,9 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   const bool serialized = order == DqAccumulate::Serialized;
   const QuerySplits splits = of_plan.whole_tiles == 0 ? of_plan : QuerySplits{};  // of most tiles
   const bool one_head = f.heads == f.heads_k * splits.heads;
-  const int keys = config.block_n * config.cluster, tiles = (f.seqlen_k + keys - 1) / keys;
+  const bool packed = !f.dense_keys() && !f.lists.on();
+  const int keys = config.block_n * config.cluster;
+  const int tiles = packed ? packed_tiles(f.total_k, f.batch, keys) : (f.seqlen_k + keys - 1) / keys;
   const int together = std::max(1, start_together / config.cluster);
 
   // Queries and dQ of the alternating heads should stay in L2, so only the heads of the tiles that start together
@@ -71,6 +73,11 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
     const int64_t of_head = bytes_of_query(f) * std::max(1, f.seqlen_q);
     heads = static_cast<int>(std::clamp<int64_t>(cached / of_head, 1, heads));
   }
+  // Packed sequences: all heads that L2 holds, as the order is then the best.
+  if (packed) {
+    const int64_t of_head = bytes_of_query(f) * std::max<int64_t>(1, f.total_q);
+    heads = static_cast<int>(std::clamp<int64_t>(cached / of_head, heads, std::max(heads, f.heads_k)));
+  }
   // Walks over lists meet at random: the fewer tiles of a head run at once, the fewer wait.
   if (serialized && f.lists.on()) heads = std::max(heads, kCard.backward.listed_heads);
 
@@ -78,15 +85,17 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   const bool inside = serialized ? hidden <= f.seqlen_k / 4 : !hides_early_keys(f);
   // Bytes of queries in use at once, if the tiles that start together are all at different queries.
   const int64_t in_use = bytes_of_query(f) * together * keys / sets;
-  const int least_of_last =
-      masked ? least_heads_of_last_set(family_of(config).resident(config, gpu), tiles * splits.count()) : 1;
-  return {
-      .tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
-      .sets = HeadSets::of(heads, int64_t(f.heads_k) * (f.dense_keys() || f.lists.on() ? f.batch : 1), least_of_last),
-      .late_first = uses_semaphore(order) && !f.lists.on() && f.dense_keys() && one_head &&
-                    tiles * splits.queries <= start_together,
-      .heads_inside = inside,
-      .down_and_up = inside && !f.lists.on() && (!serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
+  const double longest = packed ? longest_to_mean(f.seqlen_q, f.total_q, f.batch) : 1;
+  const int64_t least_of_last = masked || packed ? least_heads_of_last_set(family_of(config).resident(config, gpu),
+                                                                           tiles * splits.count(), longest)
+                                                 : 1;
+  return {.tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
+          .sets = HeadSets::of(heads, int64_t(f.heads_k) * (packed ? 1 : f.batch), least_of_last),
+          .by_level = packed && is_causal_packed(f) && bytes_of_query(f) * f.total_q <= cached,
+          .late_first = uses_semaphore(order) && !f.lists.on() && f.dense_keys() && one_head &&
+                        tiles * splits.queries <= start_together,
+          .heads_inside = inside,
+          .down_and_up = inside && !f.lists.on() && (!serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
 }
 
 BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) const {

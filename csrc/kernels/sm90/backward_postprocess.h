@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kPostprocessThreads<C>)
   const PassTile<C> tile(p);
   // After this wait all sums are complete.
   wait_on_dependent_grids();
-  if (tile.row >= tile.span.length) return;
+  if (!tile.exists()) return;
   const int thread = threadIdx.x;
   typename T::MmaQ mma;
   Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)

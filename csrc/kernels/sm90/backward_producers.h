@@ -232,7 +232,7 @@ CUTE_DEVICE void produce_keys_and_queries(const BackwardParams& params, typename
     at.advance();
   };
   PackedTiles packed;
-  KeyTiles<C> tiles(params, packed_tiles, packed);
+  KeyTiles<C> tiles(params, packed_tiles, storage.order, packed);
   // As late as the counter's latency allows: the CTA that finishes first should get the next tile.
   auto take = [&] {
     // After this wait the counter is this kernel's alone: a launch from another host thread may share it.

@@ -160,6 +160,7 @@ struct BackwardTraits {
     alignas(128) float lse_log2[C.stages][C.block_m];
     alignas(128) float row_dot[C.stages][C.block_m];
     WorkOf<C> work[2];
+    PackedOrder order;
     StepOf<C> steps[kSteps];
     cutlass::arch::ClusterBarrier written[kTakesStrips<C> ? kSteps : 1];  // a step of a sparse call
     Pipeline<2> pipeline_work;
@@ -182,17 +183,20 @@ class KeyTiles {
  public:
   static constexpr int kKeys = C.block_n * C.cluster;
 
-  // `packed_tiles`: of a head, if keys are packed; `packed` finds them.
-  CUTE_DEVICE KeyTiles(const BackwardParams& params, int packed_tiles, PackedTiles& packed)
-      : params_(params), packed_tiles_(packed_tiles), packed_(packed) {}
+  // If keys are packed: a head has `packed_tiles`, in this order; `packed` finds them.
+  CUTE_DEVICE KeyTiles(const BackwardParams& params, int packed_tiles, const PackedOrder& order, PackedTiles& packed)
+      : params_(params), packed_tiles_(packed_tiles), order_(order), packed_(packed) {}
 
   // Not over lists, whose threads have no registers left.
   CUTE_DEVICE static bool are_packed(const BackwardParams& params) {
     return !C.walks_lists() && !params.p.fwd.dense_keys();
   }
-  // Of a head, by a warp; 0 if keys are not packed.
-  CUTE_DEVICE static int count(const BackwardParams& params) {
-    return are_packed(params) ? count_tiles(PackedSequences::of_keys(params.p.fwd), kKeys) : 0;
+  // Sorts packed sequences, by a warp, and returns how many tiles a head has; 0 if keys are not packed.
+  CUTE_DEVICE static int sort(const BackwardParams& params, PackedOrder& order) {
+    const FwdProblem& p = params.p.fwd;
+    if (!are_packed(params)) return 0;
+    return sort_sequences(order, PackedRows::of_keys(p, kKeys), params.p.order.by_level,
+                          [&](int sequence) { return SeqInfo(p, sequence).q.length; });
   }
 
   // Numbers, where each split of a tile has one of its own.
@@ -208,7 +212,7 @@ class KeyTiles {
   CUTE_DEVICE void describe(WorkOf<C>& work, int number) {
     const BwdParams& p = params_.p;
     if (are_packed(params_)) {
-      new (&work) WorkOf<C>(p, params_.splits, kKeys, number, packed_tiles_, packed_);
+      new (&work) WorkOf<C>(p, params_.splits, kKeys, number, packed_tiles_, order_, packed_);
     } else {
       new (&work) WorkOf<C>(p, params_.splits, kKeys, number);
     }
@@ -217,6 +221,7 @@ class KeyTiles {
  private:
   const BackwardParams& params_;
   int packed_tiles_;
+  const PackedOrder& order_;
   PackedTiles& packed_;
 };
 

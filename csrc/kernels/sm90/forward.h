@@ -49,8 +49,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
     cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0) {
-      const int tiles =
-          is_packed<C>(params.p) ? count_tiles(PackedSequences::of_queries(params.p), queries_of_tile<C>(params)) : 0;
+      const int tiles = is_packed<C>(params.p) ? sort_queries<C>(params, storage.order) : 0;
       if (elect_one_sync()) produce_queries_and_keys<C>(params, storage, tiles);
     } else if (warp == 3) {
       if (elect_one_sync()) send_outputs<C>(params, storage);

@@ -34,6 +34,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
 
   const bool packed = is_packed<C>(p);
   PackedTiles packed_tiles;
+  const PackedRows packed_rows = PackedRows::of_queries(p, queries_of_tile<C>(params));
   auto scheduler = [&] { return packed ? params.scheduler.with_tiles(tiles_of_head) : params.scheduler; };
   const int tiles = packed ? static_cast<int>(scheduler().tiles()) : params.tile_counter.tiles;
   const int queries = queries_of_tile<C>(params);
@@ -64,11 +65,8 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     at_next.advance();
   };
   for (; index < tiles; share()) {
-    QueryTile of_cluster = scheduler().at(index, queries);
-    if (packed) {
-      const int number = of_cluster.row / queries;
-      packed_tiles.find(PackedSequences::of_queries(p), number, queries, of_cluster.batch, of_cluster.row);
-    }
+    const QueryTile of_cluster =
+        packed ? scheduler().at(index, packed_rows, storage.order, packed_tiles) : scheduler().at(index, queries);
     const SeqInfo seq(p, of_cluster.batch);
     if (of_cluster.row >= seq.q.length) {
       take();

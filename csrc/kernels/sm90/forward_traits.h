@@ -76,6 +76,14 @@ CUTE_HOST_DEVICE int queries_of_tile(const ForwardParams& params) {
   return C.packs_tokens() ? params.tokens : C.block_m * C.cluster;
 }
 
+// Sorts packed sequences, by a warp, and returns how many tiles of queries a head has.
+template <KernelConfig C>
+CUTE_DEVICE int sort_queries(const ForwardParams& params, PackedOrder& order) {
+  const FwdParams& p = params.p;
+  return sort_sequences(order, PackedRows::of_queries(p, queries_of_tile<C>(params)), p.by_level,
+                        [&](int sequence) { return SeqInfo(p, sequence).k.length; });
+}
+
 // Rows of tokens: the token and head of a row of the CTA's tile. Rows behind the last token are of none.
 struct TokenRow {
   int token, query, head;
@@ -137,6 +145,7 @@ struct ForwardTraits {
     Pipeline<1> pipeline_mask;
     Pipeline<2, C.cluster> pipeline_next;  // of next[]
     int next[2];  // tile numbers that the cluster fetched
+    PackedOrder order;
     cutlass::arch::ClusterBarrier keys_sent_for;  // all paged keys of a tile are under way
     Pipeline<1> pipeline_out[kGroups];  // of each warpgroup's O
     cutlass::arch::ClusterBarrier out_left[kGroups];  // O has left the buffer of V, in all CTAs of the cluster

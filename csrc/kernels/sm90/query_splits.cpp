@@ -21,10 +21,12 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
   const double all_heads_k = double(problem.heads_k) * problem.batch;
   const double step = card.product_us * config.block_m * config.block_n * columns;
   const double merging = card.number_us * one.seqlen_k * all_heads_k * (config.head_dim + config.head_dim_v);
-  const Spread queries = spread(tiles, [&](int tile) {  // query tiles that see a tile of keys
-    const TileRange seeing = query_tiles(seq, one.band, tile * rows, rows, config.block_m);
-    return seeing.end - seeing.begin;
-  });
+  auto seeing = [&](const SeqInfo& seq, int tile) -> double {  // query tiles that see a tile of keys
+    const TileRange range = query_tiles(seq, one.band, tile * rows, rows, config.block_m);
+    return range.end - range.begin;
+  };
+  Spread queries = spread(tiles, [&](int tile) { return seeing(seq, tile); });
+  if (!problem.dense()) queries.longest = std::max(queries.longest, seeing(SeqInfo(longest_sequence(problem), 0), 0));
   auto time_of = [&](const QuerySplits& splits) {
     auto time_with = [&](double steps) { return card.prologue_epilogue_us + step * (group / splits.heads) * steps; };
     auto most = [&](double steps) { return ceil_to(steps / splits.queries, 1); };
