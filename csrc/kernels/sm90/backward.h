@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(threads(C), 1) backward(const __grid_constant_
     storage.pipeline_v.init(C.warps);
     storage.pipeline_q.init(C.warps);
     storage.pipeline_dout.init(C.warps);
-    storage.pipeline_ds.init(C.warps, C.warps);
+    storage.pipeline_ds.init(4 * T::kDqGroups, C.warps);
     for (auto& pipeline : storage.pipeline_dq) pipeline.init(1, 4);  // one thread, the warps of a warpgroup
     for (auto& pipeline : storage.pipeline_out) pipeline.init(1, 4);
     for (auto& barrier : storage.landed) barrier.init(1);

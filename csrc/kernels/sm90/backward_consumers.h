@@ -92,12 +92,23 @@ struct GradientSender {
   CUTE_DEVICE auto& pipeline_dq() const { return storage.pipeline_dq[group]; }
   CUTE_DEVICE auto& pipeline_out() const { return storage.pipeline_out[group]; }
 
+  // Whether the warpgroup computes dQ of a step, or part of it.
+  CUTE_DEVICE bool has_dq(uint32_t step) const { return !T::kAlternatesDq || step % 2 == group; }
+  // Of pipeline_dq: once it is empty, dQ of the step may be written.
+  CUTE_DEVICE PipelineState<2> room_for_dq(uint32_t step) const { return {T::kAlternatesDq ? step : step + 1}; }
+  // The same for dV, before dQ of the last of `steps` (0: no step yet).
+  CUTE_DEVICE PipelineState<2> room_for_dv(uint32_t steps) const {
+    if (!T::kAlternatesDq) return {steps};
+    const uint32_t last = max(steps, 1u) - 1;
+    return {has_dq(last) ? last : last + 1};
+  }
+
   // dQ (MMA,MMA_M,1) of a step. `room`: whether the buffer is known to be free.
   template <class Gradient>
   CUTE_DEVICE void send_dq(const PipelineState<2>& at, bool room, const Gradient& tQrdQ) const {
     storage.pipeline_ds.consumer_release(at);
     // After this wait the warpgroup's previous dQ has been stored.
-    pipeline_dq().producer_acquire({at.count + 1}, room);
+    pipeline_dq().producer_acquire(room_for_dq(at.count), room);
     float* const dq = storage.dq[group];
     CUTE_UNROLL
     for (int i = 0; i < size(tQrdQ); i += 4) {
@@ -121,8 +132,8 @@ struct GradientSender {
   // dV, rounded, is stored from the buffer of dQ; `steps`: of all tiles so far.
   template <class Rounded>
   CUTE_DEVICE void send_dv(uint32_t tile, uint32_t steps, Rounded& rounded) const {
-    // After this wait the last dQ has been stored.
-    pipeline_dq().producer_acquire({steps});
+    // After this wait the last dQ that was sent has been stored.
+    pipeline_dq().producer_acquire(room_for_dv(steps));
     send_gradient<true>(tile, rounded);
   }
   // dK, after dV.
@@ -161,7 +172,7 @@ struct GradientSender {
     clear(tKrdK);
     clear(tVrdV);
     // After this wait the last dQ has been stored.
-    pipeline_dq().producer_acquire({steps + 1});
+    pipeline_dq().producer_acquire(room_for_dv(steps + 1));
     send_gradients(tile, steps, tKrdK, tVrdV);
   }
 
@@ -204,8 +215,9 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   auto tSsdO = operand_b<T>(mma_dp, group, storage.dout, typename T::LayoutDout{});
   auto tVsdO = operand_b<T>(mma_dv, group, storage.dout, typename T::LayoutDoutT{});
   auto tKsQ = operand_b<T>(mma_dk, group, storage.q, typename T::LayoutQt{});
-  auto tQsdS = operand_a<T>(mma_dq, group, storage.ds, typename T::LayoutDs{});
-  auto tQsK = operand_b<T>(mma_dq, group, storage.k, typename T::LayoutKt{});
+  const int part_of_dq = T::kAlternatesDq ? 0 : group;
+  auto tQsdS = operand_a<T>(mma_dq, part_of_dq, storage.ds, typename T::LayoutDs{});
+  auto tQsK = operand_b<T>(mma_dq, part_of_dq, storage.k, typename T::LayoutKt{});
   Tensor tSrS = partition_fragment_C(mma_s, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   Tensor tSrdP = partition_fragment_C(mma_dp, Shape<Int<C.block_n>, Int<C.block_m>>{});  // (MMA,1,1)
   Tensor tKrdK = partition_fragment_C(mma_dk, Shape<Int<C.block_n>, Int<C.head_dim>>{});  // (MMA,1,1)
@@ -232,9 +244,10 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
   // Score rules need the registers that early barrier tests and an unfinished tile would take.
   constexpr bool kTestsBarriersEarly = !C.rich(), kOverlapsEpilogue = !C.rich();
   bool q_is_full = false;
-  // One step of a tile; returns whether it was the last.
-  auto mainloop_step = [&](auto place) __attribute__((always_inline)) {
+  // One step of a tile; returns whether it was the last. `has_dq`: of the step before.
+  auto step_with = [&](auto place, auto has_dq) __attribute__((always_inline)) {
     constexpr bool kFirst = place != StepKind::Inside, kHasBefore = place != StepKind::Alone;
+    constexpr bool kHasDq = decltype(has_dq)::value;
     constexpr bool kFinishes = place == StepKind::Next;
     constexpr auto kSum = kFirst ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
     const WorkOf<C>& work = storage.work[tile % 2];
@@ -254,7 +267,7 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     ping_pong_arrive();
     if constexpr (kFinishes) sender.send_dv(tile - 1, at.count, tVrV);
     const bool ds_is_empty = kTestsBarriersEarly && storage.pipeline_ds.producer_test_acquire(at_ds);
-    const bool ds_is_full = kTestsBarriersEarly && kHasBefore && storage.pipeline_ds.consumer_test_wait(before);
+    const bool ds_is_full = kTestsBarriersEarly && kHasDq && storage.pipeline_ds.consumer_test_wait(before);
     const StepOf<C>& step = storage.steps[at.count % T::kSteps];
     [[maybe_unused]] auto pairs_of_step = [&] {
       if constexpr (C.walks_lists()) {
@@ -301,21 +314,20 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     cutlass::arch::fence_view_async_shared();
     storage.pipeline_ds.producer_commit(at_ds);
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
-    if constexpr (kHasBefore) start_dq(before, tile - kFinishes, ds_is_full, tQrdQ);
+    if constexpr (kHasDq) start_dq(before, tile - kFinishes, ds_is_full, tQrdQ);
     ping_pong_wait();
     if constexpr (kFinishes) sender.send_dk(tile - 1, tKrK);
-    const bool room = kTestsBarriersEarly && kHasBefore && sender.pipeline_dq().producer_test_acquire(at_ds);
+    const bool room =
+        kTestsBarriersEarly && kHasDq && sender.pipeline_dq().producer_test_acquire(sender.room_for_dq(before.count));
     start_product<kSum>(mma_dk, as_register_operand(tSrdS), tKsQ(stage), tKrdK);
     wait_products<1>(tVrdV);
     storage.pipeline_dout.consumer_release(at);
-    if constexpr (kHasBefore) {
-      warpgroup_fence_operand(tQrdQ);
-      if constexpr (kFinishes) {
-        storage.pipeline_k.consumer_release({tile - 1});
-        sender.wait_sent(tile - 1);
-      }
-      sender.send_dq(before, room, tQrdQ);
+    if constexpr (kHasDq) warpgroup_fence_operand(tQrdQ);
+    if constexpr (kFinishes) {
+      storage.pipeline_k.consumer_release({tile - 1});
+      sender.wait_sent(tile - 1);
     }
+    if constexpr (kHasDq) sender.send_dq(before, room, tQrdQ);
     q_is_full = kTestsBarriersEarly && storage.pipeline_q.consumer_test_wait({at.count + 1});
     const bool is_last = step.last;
     wait_products<0>(tKrdK);
@@ -323,16 +335,28 @@ CUTE_DEVICE void consume(const BackwardParams& params, typename BackwardTraits<C
     at.advance();
     return is_last;
   };
+  auto mainloop_step = [&](auto place) __attribute__((always_inline)) {
+    if constexpr (place == StepKind::Alone) {
+      return step_with(place, false_type{});
+    } else if constexpr (!T::kAlternatesDq) {
+      return step_with(place, true_type{});
+    } else {
+      return sender.has_dq(at.count - 1) ? step_with(place, true_type{}) : step_with(place, false_type{});
+    }
+  };
   // Finishes the previous tile on its own.
   auto finish = [&] {
     if (holds_ping_pong) ping_pong_arrive();
     holds_ping_pong = false;
     Tensor tQrdQ = partition_fragment_C(mma_dq, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
-    start_dq({at.count - 1}, tile - 1, false, tQrdQ);
-    wait_products<0>(tQrdQ);
+    const bool has_dq = sender.has_dq(at.count - 1);
+    if (has_dq) {
+      start_dq({at.count - 1}, tile - 1, false, tQrdQ);
+      wait_products<0>(tQrdQ);
+    }
     storage.pipeline_k.consumer_release({tile - 1});
     sender.send_gradients(tile - 1, at.count, tKrdK, tVrdV);
-    sender.send_dq({at.count - 1}, false, tQrdQ);
+    if (has_dq) sender.send_dq({at.count - 1}, false, tQrdQ);
   };
   for (;; ++tile) {
     storage.pipeline_work.consumer_wait({tile});

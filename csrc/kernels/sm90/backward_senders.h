@@ -52,6 +52,7 @@ class DqSemaphore {
 // One of two threads that store what the warpgroups wrote to shared memory: dQ, added to or starting the sums in global
 // memory, and dV and dK of each key tile before its last dQ. Each serves one warpgroup. With semaphores each serves
 // both warpgroups on every second step, so that one waits while the other stores; the first stores dV and dK of both.
+// (Warpgroups that alternate in computing dQ are served by one thread each in any case.)
 template <KernelConfig C>
 class Sender {
   using T = BackwardTraits<C>;
@@ -59,16 +60,19 @@ class Sender {
 
  public:
   CUTE_DEVICE Sender(const BackwardParams& params, Storage& storage, uint32_t number)
-      : params_(params), storage_(storage), number_(number) {}
+      : params_(params),
+        storage_(storage),
+        number_(number),
+        serves_both_(!T::kAlternatesDq && uses_semaphore(params.p.dq_accumulate)) {}
 
   CUTE_DEVICE void operator()(const WorkOf<C>& work) {
-    const bool waits = uses_semaphore(params_.p.dq_accumulate), whole = work.split_tile < 0;
+    const bool whole = work.split_tile < 0;
     auto store = [&](auto is_values) {
       constexpr bool kValues = decltype(is_values)::value;
-      if (whole && (!waits || number_ == 0)) store_gradient<kValues>(work);
+      if (whole && (!serves_both_ || number_ == 0)) store_gradient<kValues>(work);
     };
     auto add_in_turn = [&](const auto& add) {
-      if (!waits || at_.stage() == number_) add();
+      if (!(serves_both_ || T::kAlternatesDq) || at_.stage() == number_) add();
       at_.advance();
     };
     if constexpr (kTakesStrips<C>) {
@@ -110,9 +114,8 @@ class Sender {
   template <int kStages, class SendOf>
   CUTE_DEVICE void send(Pipeline<kStages> (&pipelines)[T::kGroups], const PipelineState<kStages>& at,
                         const SendOf& send_of) const {
-    const bool all = uses_semaphore(params_.p.dq_accumulate);
     CUTE_NO_UNROLL
-    for (int group = all ? 0 : number_; group < (all ? T::kGroups : number_ + 1); ++group) {
+    for (int group = serves_both_ ? 0 : number_; group < (serves_both_ ? T::kGroups : number_ + 1); ++group) {
       pipelines[group].consumer_wait(at);
       send_of(group);
       tma_store_arrive();
@@ -189,6 +192,7 @@ class Sender {
   const BackwardParams& params_;
   Storage& storage_;
   uint32_t number_, tile_ = 0;
+  bool serves_both_;
   PipelineState<2> at_;
 };
 

@@ -117,8 +117,9 @@ struct BackwardTraits {
                                       ColumnsLayout<Element, C.block_n, C.block_m>>;  // (query,key)
 
   using Down = Layout<Shape<Int<kGroups>, _1, _1>>;  // warpgroups along the rows of a result
-  using Across = Layout<Shape<_1, Int<kGroups>, _1>>;  // along its columns
   static constexpr bool kRowsOfDq = C.block_m == 64 * kGroups;  // a warpgroup has rows of dQ, not columns
+  static constexpr bool kAlternatesDq = alternates_dq(C);  // or all of it, in every second step
+  static constexpr int kDqGroups = kAlternatesDq ? 1 : kGroups;
   template <int kDims>  // S^T = K Q^T and dP^T = V dO^T
   using MmaScores = decltype(make_tiled_mma(
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_n>, Int<C.block_m>, Int<kDims>>>(), Down{}));
@@ -127,22 +128,21 @@ struct BackwardTraits {
       GMMA::rs_op_selector<Element, Element, float, Shape<Int<C.block_n>, Int<kDims>, Int<C.block_m>>, GMMA::Major::K,
                            GMMA::Major::MN>(),
       Down{}));
-  static constexpr int kDqColumns = kRowsOfDq ? C.head_dim : C.head_dim / kGroups;  // of a warpgroup
+  static constexpr int kDqColumns = kRowsOfDq ? C.head_dim : C.head_dim / kDqGroups;  // of a warpgroup
   using MmaQ = decltype(make_tiled_mma(  // dQ = dS K
       GMMA::ss_op_selector<Element, Element, float, Shape<Int<C.block_m>, Int<kDqColumns>, Int<C.block_n>>,
                            kManyQueries ? GMMA::Major::K : GMMA::Major::MN, GMMA::Major::MN>(),
-      std::conditional_t<kRowsOfDq, Down, Across>{}));
+      std::conditional_t<kRowsOfDq, Down, Layout<Shape<_1, Int<kDqGroups>, _1>>>{}));
   static_assert(tile_size<1>(MmaScores<C.head_dim>{}) == C.block_m &&
                     tile_size<1>(MmaKeys<C.head_dim>{}) == C.head_dim &&
-                    tile_size<1>(MmaQ{}) == kDqColumns * (kRowsOfDq ? 1 : kGroups),
+                    tile_size<1>(MmaQ{}) == kDqColumns * (kRowsOfDq ? 1 : kDqGroups),
                 "no wgmma of so many columns: units.cmake");
-  static constexpr int kDqSums = C.block_m * C.head_dim / kGroups;  // numbers of a tile's dQ that a warpgroup adds
-  static constexpr int kDqGroups = kGroups;
+  static constexpr int kDqSums = C.block_m * C.head_dim / kDqGroups;  // numbers of a tile's dQ that a warpgroup adds
   static constexpr int kStripSums = kDqSums / (C.block_m / kStripRows);  // of them those of a strip
   static_assert(!C.walks_lists() || (!kRowsOfDq && C.block_m == 4 * kStripRows), "a warp has a strip of dQ");
   // The address of a warpgroup's sums of dQ, in accumulator order.
   CUTE_DEVICE static float* dq_sums(const BwdParams& p, int64_t padded_row, int group) {
-    return p.dq_accum + padded_row * C.head_dim + group * kDqSums;
+    return p.dq_accum + padded_row * C.head_dim + group % kDqGroups * kDqSums;
   }
   // Per thread after setmaxnreg; their sum over threads is what the CTA starts with.
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -168,7 +168,7 @@ struct BackwardTraits {
     Pipeline<2> pipeline_k;
     Pipeline<1> pipeline_v;
     Pipeline<2> pipeline_ds;
-    Pipeline<2> pipeline_dq[kGroups];  // one buffer; two barriers, as two threads alternate in emptying it
+    Pipeline<2> pipeline_dq[kGroups];  // one buffer, two barriers: two threads, or warpgroups, alternate
     Pipeline<1> pipeline_out[kGroups];  // the same buffer, with dV, then dK
     cutlass::arch::ClusterTransactionBarrier landed[2];  // a tile has landed whose first rows the producer clears
   };

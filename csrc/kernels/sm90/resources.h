@@ -45,6 +45,11 @@ constexpr bool two_cta(const KernelConfig& c) {
   return c.cluster > 1;
 }
 
+// Backward: one of the two warpgroups computes all columns of dQ, in turn, as half of them are no whole swizzle atoms.
+constexpr bool alternates_dq(const KernelConfig& c) {
+  return !two_cta(c) && c.head_dim % 64 != 0;
+}
+
 // Backward: columns of the sums of dQ. The 2-CTA backward with 192 columns has two partial sums of 64 of them.
 constexpr int dq_columns(const KernelConfig& c) {
   return two_cta(c) ? 256 : c.head_dim;
@@ -85,7 +90,7 @@ constexpr int backward_bytes(const KernelConfig& c) {
     return (common + k_of_other + kSwizzled - 1) / kSwizzled * kSwizzled;
   }
   const int next_k = c.block_n * c.head_dim * element, steps = c.walks_lists() ? kListedSteps : 0;
-  const int dq = c.block_m * c.head_dim * static_cast<int>(sizeof(float));
+  const int dq = c.block_m * c.head_dim * static_cast<int>(sizeof(float)) * (alternates_dq(c) ? 2 : 1);
   return common + next_k + dq + steps;
 }
 
