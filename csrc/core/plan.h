@@ -12,7 +12,7 @@
 namespace flash_cute {
 
 struct FwdPlan {
-  int num_splits = 1;      // split-KV: parts of the keys of a tile of queries; combine_splits() combines the results
+  int num_splits = 1;      // split-KV: parts of the keys of a tile of queries, at most; combine_splits() combines them
   int pack_gqa = 1;        // query heads of a group that share a tile of queries
   HeadSets sets;           // of pack_gqa heads, whose tiles of queries alternate: kernels/hopper/tile_scheduler.h
   bool by_level = false;   // packed: PackedOrder::by_level

@@ -9,6 +9,7 @@
 
 #include "core/family.h"
 #include "core/layout/backward_work.h"
+#include "core/layout/key_splits.h"
 #include "core/layout/kv_tiles.h"
 #include "core/rows.h"
 #include "draw.h"
@@ -156,14 +157,17 @@ void add_packed_forward(Draw& draw, bool causal, Ratios& ratios) {
   for (int b = 0; b < p.batch; ++b) tiles += rows.tiles(b);
   PackedTiles found;
   std::vector<int> costs;
+  KeyCount count;
+  for (int b = 0; b < p.batch; ++b) count.add(SeqInfo(p, b), p.band, config.block_m, config.block_n);
+  const int of_split = plan.num_splits == 1 ? 0 : count.of_split(heads, plan.resident, plan.num_splits);
   for (int number = 0; number < tiles * heads; ++number) {
     const HeadSets::Set set = plan.sets.of_tile(number, tiles, heads);
     const PackedTile tile = found.find(rows, order, (number - set.first * tiles) / set.heads);
     const int row = (tile.tiles - 1 - tile.before) * config.block_m;
     const TileRange range = key_tiles(SeqInfo(p, tile.sequence), p.band, row, config.block_m, config.block_n);
     for (int split = 0; split < plan.num_splits; ++split) {
-      const TileRange part = even_share(range, split, plan.num_splits);
-      costs.push_back(kTileCost + part.end - part.begin);
+      const RowSpan part = KeySplit{split, of_split}.of(range.end - range.begin, plan.num_splits);
+      if (part.last > part.first || split == 0) costs.push_back(kTileCost + part.last - part.first);
     }
   }
   if (!costs.empty()) ratios.add(costs, plan.resident);

@@ -34,10 +34,10 @@ struct SharedKvList {
   const int* list;
   TileRange ranges[kGroups];
 
-  SharedKvList(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
+  SharedKvList(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, KeySplit split)
       : keys(visible_keys(seq, p.band, queries.of_cluster.row, queries.rows)) {
     const int all = static_cast<int>(of_tile.size());
-    const int begin = all * split / p.num_splits, end = all * (split + 1) / p.num_splits;
+    const auto [begin, end] = split.of(all, p.num_splits);
     count = end - begin;
     list = of_tile.data() + begin;
     for (int i = 0; i < kGroups; ++i) {
@@ -109,13 +109,14 @@ struct SharedCase {
   bool of_tokens;  // all groups have the queries of the tile
   SeqInfo seq{SeqSpan{}, SeqSpan{}};
   QueryGroups queries;
-  int splits;
+  int splits, tiles_of_split;
 
   explicit SharedCase(Draw& draw, bool of_tokens = false)
       : of_tokens(of_tokens), seq({0, draw.from(1, 500)}, {0, draw.from(0, 400)}), splits(draw.of({1, 1, 2, 3})) {
-    constexpr int kRows = 64 * kGroups;
+    constexpr int kRows = 64 * kGroups, kMostTiles = (400 + kBlockN - 1) / kBlockN;
     p.band = draw.band(200);
     p.num_splits = splits;
+    tiles_of_split = draw.flag() ? 0 : (kMostTiles + splits - 1) / splits + draw.from(0, 3);
     const int cluster = draw.from(1, 2), rank = draw.from(0, cluster - 1);
     if (of_tokens) {
       const int tokens = draw.from(1, kRows), row = draw.from(0, (seq.q.length - 1) / tokens) * tokens;
@@ -138,7 +139,7 @@ struct SharedCase {
     const int row = row_of_group(group);
     bool loaded = true, once = true, full = true, half = true;
     for (int split = 0; split < splits; ++split) {
-      const Tiles shared(p, seq, queries, split);
+      const Tiles shared(p, seq, queries, {split, tiles_of_split});
       const KvTiles auto tiles = shared.of_group(group);
       check_moves(tiles);
       for (int n = 0; n < shared.count; ++n)

@@ -121,7 +121,7 @@ void check_groups(Draw& draw) {
   static_cast<FwdProblem&>(p) = c.p;
   const int tile = draw.from(0, tiles_of(c.seq.q.length) - 1), row = tile * kTileSide;
   const QueryTile queries{row, 0, 0};
-  const SharedKvList<kBlockN, 2> shared(p, c.seq, {queries, kTileSide, queries, kTileSide}, 0);
+  const SharedKvList<kBlockN, 2> shared(p, c.seq, {queries, kTileSide, queries, kTileSide}, {0});
   bool ends_are_listed = true, inside = true, full = true, knows_full = true;
   Pairs met, expected;
   for (int group = 0; group < 2; ++group) {

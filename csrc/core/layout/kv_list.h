@@ -87,7 +87,7 @@ struct SharedKvList {
   RowSpan shown[kGroups];
   bool halves[kGroups];
 
-  FC_HOST_DEVICE SharedKvList(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int)
+  FC_HOST_DEVICE SharedKvList(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, KeySplit)
       : list(key_list(p, queries.tile, visible_keys(seq, p.band, queries.tile.row, kTileSide))),
         keys(visible_keys(seq, p.band, queries.tile.row, kTileSide)),
         count(list.count * KvList<kBlockN>::kParts) {

@@ -54,16 +54,28 @@ struct QueryGroups {
   int rows_of_head;  // rows of the tile that each of its pack_gqa heads has
 };
 
+// A split of the key tiles that a tile of queries sees.
+struct KeySplit {
+  int index;
+  int tiles = 0;  // of each split; 0: all have equally many
+
+  // The split's of `all` tiles.
+  FC_HOST_DEVICE RowSpan of(int all, int splits) const {
+    if (tiles == 0) return {all * index / splits, all * (index + 1) / splits};
+    return {detail::at_most(all, index * tiles), detail::at_most(all, (index + 1) * tiles)};
+  }
+};
+
 // The keys of a split that some query of a cluster sees, and in how many tiles of kBlockN from the first on.
 template <int kBlockN>
 struct SplitKeys {
   RowSpan keys;
   int count;
 
-  FC_HOST_DEVICE SplitKeys(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
+  FC_HOST_DEVICE SplitKeys(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, KeySplit split)
       : keys(visible_keys(seq, p.band, queries.of_cluster.row, queries.rows)) {
     const int tiles = detail::at_least(0, (keys.last - keys.first + kBlockN - 1) / kBlockN);
-    const int begin = tiles * split / p.num_splits, end = tiles * (split + 1) / p.num_splits;
+    const auto [begin, end] = split.of(tiles, p.num_splits);
     count = end - begin;
     keys = {keys.first + begin * kBlockN, detail::at_most(keys.last, keys.first + end * kBlockN)};
   }
@@ -76,7 +88,7 @@ struct SharedKvInterval : SplitKeys<kBlockN> {
   TileRange ranges[kGroups];
   bool halves[kGroups];
 
-  FC_HOST_DEVICE SharedKvInterval(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
+  FC_HOST_DEVICE SharedKvInterval(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, KeySplit split)
       : SplitKeys<kBlockN>(p, seq, queries, split) {
     for (int i = 0; i < kGroups; ++i) {
       const int row = queries.tile.row + 64 * i % queries.rows_of_head;
@@ -100,7 +112,7 @@ struct SharedKvOfTokens : SplitKeys<kBlockN> {
   TileRange range;
   bool half;
 
-  FC_HOST_DEVICE SharedKvOfTokens(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
+  FC_HOST_DEVICE SharedKvOfTokens(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, KeySplit split)
       : SplitKeys<kBlockN>(p, seq, queries, split),
         range(key_tiles(seq, p.band, queries.tile.row, queries.rows, kBlockN, keys.first).before(count)) {
     const int last = visible_keys(seq, p.band, queries.tile.row, queries.rows).last - keys.first;

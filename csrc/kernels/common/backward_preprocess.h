@@ -6,6 +6,7 @@
 #include "core/workspace.h"
 #include "kernels/common/element.h"
 #include "kernels/common/pdl.h"
+#include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
 #include "kernels/common/tile_kinds.h"
 
@@ -50,19 +51,12 @@ struct PassTile {
     return (f.dense() ? rows.dense(f.seqlen_q) : rows.packed(f.total_q, f.batch)) / C.block_m;
   }
 
-  // The sequence whose padded rows have the tile: the last that starts there or before. Found by a warp.
+  // The sequence whose padded rows have the tile: the last that starts there or before.
   CUTE_DEVICE static int sequence_of(const FwdProblem& f, int tile) {
-    const int lane = threadIdx.x % 32;
-    int started = 0;
-    for (int first = 0; first < f.batch; first += 32) {
-      const int sequence = first + lane;
-      const bool starts =
-          sequence < f.batch &&
-          PaddedRows{C.block_m}.first_row(seq_span(f.varlen.cu_q, nullptr, sequence, f.seqlen_q, f.total_q).offset,
-                                          sequence) <= int64_t(tile) * C.block_m;
-      started += __popc(__ballot_sync(~0u, starts));
-    }
-    return max(started, 1) - 1;
+    return last_of_sequences(f.batch, [&](int sequence) {
+      const SeqSpan span = seq_span(f.varlen.cu_q, nullptr, sequence, f.seqlen_q, f.total_q);
+      return PaddedRows{C.block_m}.first_row(span.offset, sequence) <= int64_t(tile) * C.block_m;
+    });
   }
 };
 

@@ -16,6 +16,17 @@ CUTE_DEVICE QueryTile tile_of_block(const FwdProblem& p, int block_m) {
   return tile;
 }
 
+// The last of packed sequences of which starts(sequence) is true, or the first; by a warp.
+template <class Starts>
+CUTE_DEVICE int last_of_sequences(int sequences, const Starts& starts) {
+  int started = 0;
+  for (int first = 0; first < sequences; first += 32) {
+    const int sequence = first + static_cast<int>(threadIdx.x % 32);
+    started += __popc(__ballot_sync(~0u, sequence < sequences && starts(sequence)));
+  }
+  return max(started, 1) - 1;
+}
+
 // Offset of the tile's sequence in statistics with one number per row and head.
 CUTE_DEVICE int64_t first_of(const RowStats& s, const QueryTile& tile, const SeqInfo& seq) {
   return tile.batch * s.batch + tile.head * s.head + seq.q.offset;

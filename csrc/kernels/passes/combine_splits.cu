@@ -16,18 +16,29 @@ constexpr int kRows = 4;  // of a CTA, and warps
 constexpr int kColumns = 4;  // of a lane
 constexpr int kFewSplits = 4, kManySplits = 16;  // read at once
 
+// The row of a warp, of all rows of packed sequences.
+CUTE_DEVICE QueryTile tile_of_row(const FwdProblem& p) {
+  const int64_t number = int64_t(blockIdx.x) * kRows + threadIdx.x / 32, all = p.all_rows();
+  const int64_t row = number % all;
+  const int head = static_cast<int>(number / all);
+  if (head == p.heads) return {-1, 0, 0};  // there is none
+  if (p.dense()) return {static_cast<int>(row % p.seqlen_q), head, static_cast<int>(row / p.seqlen_q)};
+  const int sequence = last_of_sequences(p.batch, [&](int b) { return p.varlen.cu_q[b] <= row; });
+  return {static_cast<int>(row - SeqInfo(p, sequence).q.offset), head, sequence};
+}
+
 template <class Element, int kTogether>
 __global__ void __launch_bounds__(32 * kRows) merge_rows(const __grid_constant__ FwdParams p) {
   using Values = cutlass::AlignedArray<float, kColumns>;
-  const QueryTile tile = tile_of_block(p, kRows);
+  const QueryTile tile = tile_of_row(p);
   const SeqInfo seq(p, tile.batch);
   const float sink = sink_of(p.sink, tile.head);
   const int64_t head_step = p.split_lse.head * p.heads;  // from one split to the next
   const int64_t first = first_of(p.split_lse, tile, seq), first_lse = first_of(p.lse, tile, seq);
   // After this wait the results of all splits are there.
   wait_on_dependent_grids();
-  const int row = tile.row + threadIdx.x / 32;
-  if (row >= seq.q.length) return;
+  const int row = tile.row;
+  if (row < 0 || row >= seq.q.length) return;
   Element* const out = static_cast<Element*>(p.out.ptr) + tile.batch * p.out.batch + tile.head * p.out.head +
                        (seq.q.offset + row) * p.out.row;
   const float lse = merge_row<kColumns, kTogether>(
@@ -52,8 +63,7 @@ __global__ void __launch_bounds__(32 * kRows) merge_rows(const __grid_constant__
 
 template <class Element>
 cudaError_t launch(FwdParams p, cudaStream_t stream) {
-  if (!p.dense()) p.seqlen_q = static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));  // it may be any bound
-  const int64_t ctas = int64_t(cute::ceil_div(p.seqlen_q, kRows)) * p.heads * p.batch;
+  const int64_t ctas = cute::ceil_div(p.all_rows() * p.heads, kRows);
   return p.num_splits <= kFewSplits
              ? launch_with_pdl<merge_rows<Element, kFewSplits>>({ctas, 32 * kRows, 0}, stream, p)
              : launch_with_pdl<merge_rows<Element, kManySplits>>({ctas, 32 * kRows, 0}, stream, p);

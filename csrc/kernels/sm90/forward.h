@@ -49,8 +49,14 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
     cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
     const int warp = cutlass::canonical_warp_idx_sync();
     if (warp == 0) {
-      const int tiles = is_packed<C>(params.p) ? sort_queries<C>(params, storage.order) : 0;
-      if (elect_one_sync()) produce_queries_and_keys<C>(params, storage, tiles);
+      const int of_head = is_packed<C>(params.p) ? sort_queries<C>(params, storage.lengths.order) : 0;
+      const int of_split = tiles_of_split<C>(params);
+      if (elect_one_sync()) {
+        storage.lengths.tiles_of_head = of_head;
+        storage.lengths.tiles_of_split = of_split;
+        storage.lengths.packed = {};
+        produce_queries_and_keys<C>(params, storage);
+      }
     } else if (warp == 3) {
       if (elect_one_sync()) send_outputs<C>(params, storage);
     } else if (in_pages<C>(params)) {

@@ -19,11 +19,9 @@ CUTE_DEVICE void load_keys(Pipeline<C.stages, C.cluster>& pipeline, PipelineStat
   at.advance();
 }
 
-// Fetches work tiles, describes them to the other roles, and loads Q and (unless paged) K. Packed: each head has
-// `tiles_of_head` tiles of queries, over all sequences.
+// Fetches work tiles, describes them to the other roles, and loads Q and (unless paged) K.
 template <KernelConfig C>
-CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage,
-                                          int tiles_of_head) {
+CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
   using T = ForwardTraits<C>;
   const FwdParams& p = params.p;
   const int rank = C.cluster == 1 ? 0 : block_rank_in_cluster();
@@ -33,9 +31,8 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
   PipelineState<2> at_next;
 
   const bool packed = is_packed<C>(p);
-  PackedTiles packed_tiles;
-  const PackedRows packed_rows = PackedRows::of_queries(p, queries_of_tile<C>(params));
-  auto scheduler = [&] { return packed ? params.scheduler.with_tiles(tiles_of_head) : params.scheduler; };
+  FetchedLengths& lengths = storage.lengths;
+  auto scheduler = [&] { return packed ? params.scheduler.with_tiles(lengths.tiles_of_head) : params.scheduler; };
   const int tiles = packed ? static_cast<int>(scheduler().tiles()) : params.tile_counter.tiles;
   const int queries = queries_of_tile<C>(params);
 
@@ -66,7 +63,8 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
   };
   for (; index < tiles; share()) {
     const QueryTile of_cluster =
-        packed ? scheduler().at(index, packed_rows, storage.order, packed_tiles) : scheduler().at(index, queries);
+        packed ? scheduler().at(index, PackedRows::of_queries(p, queries), lengths.order, lengths.packed)
+               : scheduler().at(index, queries);
     const SeqInfo seq(p, of_cluster.batch);
     if (of_cluster.row >= seq.q.length) {
       take();
@@ -74,7 +72,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     }
     // The CTAs of a cluster alternate in having the later rows, which see more keys: none stays ahead.
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
-    const int split = params.scheduler.split(index);
+    const KeySplit split{params.scheduler.split(index), lengths.tiles_of_split};
     const QueryGroups groups{of_cluster, queries, {row, of_cluster.head, of_cluster.batch}, params.rows_of_head.value};
     const auto& work = *new (&storage.work[at_q.count % T::kWorkTiles]) typename T::Work(p, seq, groups, split);
     int n = loads_keys ? work.tiles.count - 1 : -1;

@@ -1,6 +1,7 @@
 // Parameters, work tiles, MMA types and shared memory of the roles of Hopper's forward.
 #pragma once
 
+#include "core/layout/key_splits.h"
 #include "core/workspace.h"
 #include "core/problem.h"
 #include "kernels/common/forward_rules.h"
@@ -40,9 +41,9 @@ struct WorkTile {
   SeqInfo seq;
   Tiles tiles;  // of the split, that some row of the cluster sees; its groups are the warpgroups
 
-  CUTE_DEVICE WorkTile(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, int split)
+  CUTE_DEVICE WorkTile(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, KeySplit split)
       : tile(queries.tile),
-        split(split),
+        split(split.index),
         head_k(tile.head / (p.heads / p.heads_k)),
         seq(seq),
         tiles(p, seq, queries, split) {}
@@ -84,6 +85,24 @@ CUTE_DEVICE int sort_queries(const ForwardParams& params, PackedOrder& order) {
                         [&](int sequence) { return SeqInfo(p, sequence).k.length; });
 }
 
+// KeySplit::tiles, counted by a warp.
+template <KernelConfig C>
+CUTE_DEVICE int tiles_of_split(const ForwardParams& params) {
+  const FwdParams& p = params.p;
+  if (p.num_splits == 1 || (p.varlen.cu_k == nullptr && p.varlen.used_k == nullptr)) return 0;
+  KeyCount count;
+  for (int sequence = threadIdx.x % 32; sequence < p.batch; sequence += 32) {
+    count.add(SeqInfo(p, sequence), p.band, queries_of_tile<C>(params), C.block_n);
+  }
+  CUTE_UNROLL
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    count.query_tiles += __shfl_xor_sync(~0u, count.query_tiles, lanes);
+    count.tiles += __shfl_xor_sync(~0u, count.tiles, lanes);
+    count.longest = max(count.longest, __shfl_xor_sync(~0u, count.longest, lanes));
+  }
+  return count.of_split(p.heads / p.pack_gqa, gridDim.x / C.cluster, p.num_splits);
+}
+
 // Rows of tokens: the token and head of a row of the CTA's tile. Rows behind the last token are of none.
 struct TokenRow {
   int token, query, head;
@@ -94,6 +113,14 @@ struct TokenRow {
   CUTE_DEVICE bool exists(const ForwardParams& params, const SeqInfo& seq) const {
     return token < params.tokens && query < seq.q.length;
   }
+};
+
+// What the device's lengths say, of the thread that fetches tiles: in shared memory, as it has few registers.
+struct FetchedLengths {
+  int tiles_of_head;  // if queries are packed: tiles of queries, over all sequences
+  int tiles_of_split;  // KeySplit::tiles
+  PackedOrder order;
+  PackedTiles packed;
 };
 
 template <KernelConfig C>
@@ -145,7 +172,7 @@ struct ForwardTraits {
     Pipeline<1> pipeline_mask;
     Pipeline<2, C.cluster> pipeline_next;  // of next[]
     int next[2];  // tile numbers that the cluster fetched
-    PackedOrder order;
+    FetchedLengths lengths;
     cutlass::arch::ClusterBarrier keys_sent_for;  // all paged keys of a tile are under way
     Pipeline<1> pipeline_out[kGroups];  // of each warpgroup's O
     cutlass::arch::ClusterBarrier out_left[kGroups];  // O has left the buffer of V, in all CTAs of the cluster
