@@ -74,7 +74,9 @@ struct RouteChooser {
     const CacheKernels found = find_cache_kernels(kernels, p, gpu);
     if (found.decode == nullptr) raise<Op::Decode>(p);
     if (found.forward_is_taken) {
-      route.in_pages = forward(*found.forward, p.fwd, false);
+      FwdProblem problem = in_pages(p);
+      if (p.added.total > 0) problem.varlen.used_k = &kPlaceholderLengths;
+      route.in_pages = forward(*found.forward, problem, false);
     } else {
       route.decode = {found.decode, make_plan(*found.decode, p, gpu), {.zero_fill = !p.fwd.dense()}};
     }
