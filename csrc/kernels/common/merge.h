@@ -66,13 +66,13 @@ class MergedRow {
 
 // One warp combines a row: splits with log-sum-exps lse(i) and outputs out(i, column), kWidth of `dim` columns at a
 // time, and a sink. kBatch splits are read at once. Calls store(column, values); returns the log-sum-exp. Splits
-// without keys may hold anything.
-template <int kWidth, int kBatch, class Lse, class Out, class Store>
+// without keys may hold anything. With several warps, which are all of a CTA, the first one has the result.
+template <int kWidth, int kBatch, int kWarps = 1, class Lse, class Out, class Store>
 CUTE_DEVICE float merge_row(int splits, Lse lse, Out out, int dim, float sink, Store store) {
   using Values = cutlass::Array<float, kWidth>;
   constexpr int kLanes = 32;
   static_assert(kLanes % kBatch == 0);
-  const int lane = threadIdx.x % kLanes;
+  const int lane = threadIdx.x % kLanes, warp = kWarps == 1 ? 0 : threadIdx.x / kLanes;
   float merged = -INFINITY;
   for (int column = kWidth * lane; column - kWidth * lane < dim; column += kWidth * kLanes) {
     const bool there = column < dim;
@@ -80,7 +80,7 @@ CUTE_DEVICE float merge_row(int splits, Lse lse, Out out, int dim, float sink, S
     Values sum;
     sum.fill(0.f);
     CUTE_NO_UNROLL
-    for (int first = 0; first < splits; first += kBatch) {
+    for (int first = warp * kBatch; first < splits; first += kWarps * kBatch) {
       const int split = first + lane % kBatch;
       const float own = split < splits ? lse(split) : -INFINITY;
       Values values[kBatch];
@@ -101,6 +101,30 @@ CUTE_DEVICE float merge_row(int splits, Lse lse, Out out, int dim, float sink, S
         total += w;
         CUTE_UNROLL
         for (int e = 0; e < kWidth; ++e) sum[e] += w == 0.f ? 0.f : w * values[i][e];
+      }
+    }
+    if constexpr (kWarps > 1) {
+      __shared__ float tops[kWarps], totals[kWarps];
+      __shared__ Values sums[kWarps][kLanes];
+      // After this barrier no one still reads the sums of the columns before.
+      __syncthreads();
+      tops[warp] = top;
+      totals[warp] = total;
+      sums[warp][lane] = sum;
+      // After this barrier the sums of all warps are there.
+      __syncthreads();
+      if (warp > 0) continue;
+      CUTE_UNROLL
+      for (int i = 1; i < kWarps; ++i) top = fmaxf(top, tops[i]);
+      base = top == -INFINITY ? 0.f : top;
+      total = 0.f;
+      sum.fill(0.f);
+      CUTE_UNROLL
+      for (int i = 0; i < kWarps; ++i) {
+        const float weight = exp2_approx((tops[i] - base) * kLog2e);
+        total += weight * totals[i];
+        CUTE_UNROLL
+        for (int e = 0; e < kWidth; ++e) sum[e] += weight * sums[i][lane][e];
       }
     }
     const SinkWeight beside(fmaxf(top, -FLT_MAX), sink, kLog2e);

@@ -3,10 +3,9 @@
 
 #include "kernels/common/pdl.h"
 #include "kernels/decode/combine.h"
+#include "kernels/launch.h"
 
 namespace flash_cute::decode {
-
-constexpr int kMergedRows = 4;  // of a CTA, one a warp
 
 CUTE_HOST_DEVICE int tiles_of_sequence(const DecodeParams& p, int block_m) {
   return static_cast<int>((int64_t(p.fwd.seqlen_q) * p.group.value + block_m - 1) / block_m);
@@ -17,11 +16,13 @@ CUTE_DEVICE int number_of_tile(const DecodeParams& p, const KvSplit& split, int 
   return (split.b * tiles_of_sequence(p, block_m) + split.row / block_m) * p.fwd.heads_k + split.head_k;
 }
 
-template <KernelConfig C>
-__global__ void __launch_bounds__(32 * kMergedRows) merge_rows(const __grid_constant__ DecodeParams p) {
-  constexpr int kCtas = cute::ceil_div(C.block_m, kMergedRows);  // of a work tile
+// A CTA has kRows rows, and kWarps warps each of them.
+template <KernelConfig C, int kRows, int kWarps>
+__global__ void __launch_bounds__(32 * kRows * kWarps) merge_rows(const __grid_constant__ DecodeParams p) {
+  static_assert(kRows == 1 || kWarps == 1);
+  constexpr int kCtas = cute::ceil_div(C.block_m, kRows);  // of a work tile
   constexpr int kAtOnce = 16;
-  const int number = blockIdx.x / kCtas, i = blockIdx.x % kCtas * kMergedRows + threadIdx.x / 32;
+  const int number = blockIdx.x / kCtas, i = blockIdx.x % kCtas * kRows + threadIdx.x / (32 * kWarps);
   const int tile = p.heads_k.div(number), tiles = tiles_of_sequence(p, C.block_m);  // tile: over all sequences
   launch_dependent_grids();
   // After this wait the results of all splits are there, and lengths are final.
@@ -37,7 +38,7 @@ __global__ void __launch_bounds__(32 * kMergedRows) merge_rows(const __grid_cons
   split.all = {p.even_splits(), count, first};
   const RowDestination<C> row(p, split, i, true);
   auto row_of = [&](int n) { return int64_t(split.all.slot(n)) * C.block_m + i; };
-  const float lse = merge_row<4, kAtOnce>(
+  const float lse = merge_row<4, kAtOnce, kWarps>(
       count, [&](int n) { return p.split_lse[row_of(n)]; },
       [&](int n, int column) {
         return *reinterpret_cast<const cutlass::AlignedArray<float, 4>*>(p.split_out + row_of(n) * C.head_dim_v +
@@ -45,14 +46,18 @@ __global__ void __launch_bounds__(32 * kMergedRows) merge_rows(const __grid_cons
       },
       p.fwd.head_dim_v, row.sink,
       [&](int column, const auto& x) { row.visit([&](auto* to) { store(to + column, x); }); });
-  if (threadIdx.x % 32 == 0) *row.lse = lse;
+  if (threadIdx.x % (32 * kWarps) == 0) *row.lse = lse;
 }
 
-// CTAs of merge_rows().
+// Few work tiles have many splits: then each row has a CTA.
 template <KernelConfig C>
-int64_t merging_ctas(const DecodeParams& p) {
+cudaError_t merge_splits(const DecodeParams& p, cudaStream_t stream) {
+  constexpr int kRows = 4, kWarps = 8, kManySplits = 32;
   const int64_t tiles = int64_t(p.fwd.batch) * tiles_of_sequence(p, C.block_m) * p.fwd.heads_k;
-  return tiles * cute::ceil_div(C.block_m, kMergedRows);
+  if (p.ctas() >= kManySplits * tiles) {
+    return launch_with_pdl<merge_rows<C, 1, kWarps>>({tiles * C.block_m, 32 * kWarps, 0}, stream, p);
+  }
+  return launch_with_pdl<merge_rows<C, kRows, 1>>({tiles * cute::ceil_div(C.block_m, kRows), 32 * kRows, 0}, stream, p);
 }
 
 }  // namespace flash_cute::decode

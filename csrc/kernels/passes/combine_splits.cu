@@ -12,14 +12,11 @@
 namespace flash_cute {
 namespace {
 
-constexpr int kRows = 4;  // of a CTA, and warps
 constexpr int kColumns = 4;  // of a lane
-constexpr int kFewSplits = 4, kManySplits = 16;  // read at once
 
-// The row of a warp, of all rows of packed sequences.
-CUTE_DEVICE QueryTile tile_of_row(const FwdProblem& p) {
-  const int64_t number = int64_t(blockIdx.x) * kRows + threadIdx.x / 32, all = p.all_rows();
-  const int64_t row = number % all;
+// A row of a head, as a tile: of packed queries `number` counts those of all sequences.
+CUTE_DEVICE QueryTile tile_of_row(const FwdProblem& p, int64_t number) {
+  const int64_t all = p.all_rows(), row = number % all;
   const int head = static_cast<int>(number / all);
   if (head == p.heads) return {-1, 0, 0};  // there is none
   if (p.dense()) return {static_cast<int>(row % p.seqlen_q), head, static_cast<int>(row / p.seqlen_q)};
@@ -27,10 +24,12 @@ CUTE_DEVICE QueryTile tile_of_row(const FwdProblem& p) {
   return {static_cast<int>(row - SeqInfo(p, sequence).q.offset), head, sequence};
 }
 
-template <class Element, int kTogether>
-__global__ void __launch_bounds__(32 * kRows) merge_rows(const __grid_constant__ FwdParams p) {
+// A CTA has kRows rows, and kWarps warps each of them, which read kTogether splits at once.
+template <class Element, int kRows, int kWarps, int kTogether>
+__global__ void __launch_bounds__(32 * kRows * kWarps) merge_rows(const __grid_constant__ FwdParams p) {
+  static_assert(kRows == 1 || kWarps == 1);
   using Values = cutlass::AlignedArray<float, kColumns>;
-  const QueryTile tile = tile_of_row(p);
+  const QueryTile tile = tile_of_row(p, int64_t(blockIdx.x) * kRows + threadIdx.x / (32 * kWarps));
   const SeqInfo seq(p, tile.batch);
   const float sink = sink_of(p.sink, tile.head);
   const int64_t head_step = p.split_lse.head * p.heads;  // from one split to the next
@@ -41,7 +40,7 @@ __global__ void __launch_bounds__(32 * kRows) merge_rows(const __grid_constant__
   if (row < 0 || row >= seq.q.length) return;
   Element* const out = static_cast<Element*>(p.out.ptr) + tile.batch * p.out.batch + tile.head * p.out.head +
                        (seq.q.offset + row) * p.out.row;
-  const float lse = merge_row<kColumns, kTogether>(
+  const float lse = merge_row<kColumns, kTogether, kWarps>(
       p.num_splits, [&](int i) { return p.split_lse.ptr[first + row + i * head_step]; },
       [&](int i, int column) {
         return *reinterpret_cast<const Values*>(p.split_out + (first + row + i * head_step) * p.split_columns + column);
@@ -50,7 +49,7 @@ __global__ void __launch_bounds__(32 * kRows) merge_rows(const __grid_constant__
       [&](int column, const auto& values) {
         for (int i = 0; i < kColumns && column + i < p.head_dim_v; ++i) out[column + i] = Element(values[i]);
       });
-  if (threadIdx.x % 32 != 0) return;
+  if (threadIdx.x % (32 * kWarps) != 0) return;
   p.lse.ptr[first_lse + row] = lse;
   if (p.row_max.ptr == nullptr) return;
   float top = -INFINITY;  // or NaN, if that of a split is
@@ -63,10 +62,15 @@ __global__ void __launch_bounds__(32 * kRows) merge_rows(const __grid_constant__
 
 template <class Element>
 cudaError_t launch(FwdParams p, cudaStream_t stream) {
-  const int64_t ctas = cute::ceil_div(p.all_rows() * p.heads, kRows);
-  return p.num_splits <= kFewSplits
-             ? launch_with_pdl<merge_rows<Element, kFewSplits>>({ctas, 32 * kRows, 0}, stream, p)
-             : launch_with_pdl<merge_rows<Element, kManySplits>>({ctas, 32 * kRows, 0}, stream, p);
+  constexpr int kRows = 4, kWarps = 4, kFewSplits = 4, kManySplits = 16;
+  const int64_t rows = p.all_rows() * p.heads, ctas = cute::ceil_div(rows, kRows);
+  if (p.num_splits <= kFewSplits) {
+    return launch_with_pdl<merge_rows<Element, kRows, 1, kFewSplits>>({ctas, 32 * kRows, 0}, stream, p);
+  }
+  if (p.num_splits <= kManySplits) {
+    return launch_with_pdl<merge_rows<Element, kRows, 1, kManySplits>>({ctas, 32 * kRows, 0}, stream, p);
+  }
+  return launch_with_pdl<merge_rows<Element, 1, kWarps, kManySplits>>({rows, 32 * kWarps, 0}, stream, p);
 }
 
 }  // namespace

@@ -105,7 +105,7 @@ cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
   if (cudaError_t e = launch_with_pdl<decode<C>>({p.ctas(), C.threads(), smem_bytes(C), p.cluster_ctas}, stream, p))
     return e;
   if (p.slots == 0) return cudaSuccess;
-  return launch_with_pdl<merge_rows<C>>({merging_ctas<C>(p), 32 * kMergedRows, 0}, stream, p);
+  return merge_splits<C>(p, stream);
 }
 
 }  // namespace flash_cute::sm80
