@@ -13,7 +13,7 @@ PackedOrder sorted_sequences(const PackedRows& rows, bool by_level, const CostOf
   order.by_level = by_level;
   for (int sequence = 0; sequence < rows.batch; ++sequence) {
     const int place = PackedOrder::place_of(sequence, rows.batch, cost_of);
-    order.sequence[place] = sequence;
+    order.sequence[place] = static_cast<uint8_t>(sequence);
     order.tiles[place] = rows.tiles(sequence);
   }
   return order;

@@ -1,6 +1,8 @@
 // The tiles of packed sequences that exist, the longest first: none between a short sequence's end and the longest one's.
 #pragma once
 
+#include <cstdint>
+
 #include "core/layout/tiles.h"
 
 namespace flash_cute {
@@ -28,7 +30,8 @@ struct PackedOrder {
   static constexpr int kMost = 32;
   int count = 0;  // of sorted sequences
   bool by_level = false;  // a tile takes as long as its sequence has tiles after it; else all of a sequence are alike
-  int sequence[kMost], tiles[kMost];
+  int tiles[kMost];
+  uint8_t sequence[kMost];  // shared memory is scarce
 
   // The place of a sequence, if those with higher costs come first; cost_of(sequence).
   template <class CostOf>

@@ -1,6 +1,8 @@
 // The order of backward: of key tiles, and of their adds to dQ.
 #include <algorithm>
 
+#include "core/card.h"
+#include "core/waves.h"
 #include "kernels/sm90/backward_plan.h"
 #include "kernels/sm90/family.h"
 #include "kernels/sm90/resources.h"
