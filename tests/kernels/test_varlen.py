@@ -277,6 +277,25 @@ def test_malformed_offsets_are_clamped(make, name, side):
     check_same(got, with_lengths(inputs, **{f"cu_seqlens_{side}": meant}))
 
 
+@pytest.mark.parametrize("side", ["q", "k"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_offsets_that_end_with_zeros(make, side, deterministic):
+    """The sequences before them have all their rows."""
+    case = VarlenCase(
+        lengths_q=(170, 64, 64, 64), lengths_k=(170, 64, 64, 64), max_seqlen=362, dtype=BF16
+    )
+    inputs = make(case)
+    got, meant = (
+        with_lengths(inputs, **{f"cu_seqlens_{side}": offsets})
+        for offsets in ([0, 170, 234, 0, 0], [0, 170, 234, 234, 234])
+    )
+    check_same(got, meant)
+    out, lse = meant.forward()[:2]
+    grads, expected = (x.backward(out, lse, deterministic=deterministic) for x in (got, meant))
+    for name in grads:
+        torch.testing.assert_close(grads[name], expected[name])
+
+
 @pytest.mark.parametrize("used", [[-5, 1000], [-(2**31), 2**31 - 1]], ids=str)
 def test_malformed_used_lengths_are_clamped(make, used):
     inputs = make(VarlenCase(lengths_q=(64, 70), lengths_k=(64, 70), dtype=BF16))
@@ -298,6 +317,16 @@ def test_max_seqlen_k_of_zero_leaves_no_key(make):
     for deterministic in (False, True):
         grads = inputs.backward(out, lse, deterministic=deterministic)
         assert not any(grad.any() for grad in grads.values())
+
+
+@pytest.mark.parametrize("dim", [40, 80, 96, 128, 192, 256])
+def test_keys_without_queries_between_others(make, dim):
+    """So many tiles that a CTA has several, with queries and without, one after the other."""
+    case = VarlenCase(
+        heads=8, dim=dim, lengths_q=(64, 0, 130, 0, 1) * 3, lengths_k=(64, 70, 130, 200, 300) * 3,
+        dtype=BF16,
+    )  # fmt: skip
+    check(make(case))
 
 
 @pytest.mark.parametrize("zero_tensors", [False, True])

@@ -25,7 +25,7 @@ struct KeyCount {
     const int64_t all = tiles * heads, units = query_tiles * heads, wave = 2 * units <= ctas ? ctas : 2 * ctas;
     const int64_t whole = wave > units ? wave - units : 1, of_equal = (all + whole - 1) / whole;
     const int least = detail::at_least(1, detail::ceil_div(longest, most_splits));
-    return of_equal > least ? static_cast<int>(of_equal) : least;
+    return of_equal < longest ? detail::at_least(least, static_cast<int>(of_equal)) : detail::at_least(least, longest);
   }
 };
 

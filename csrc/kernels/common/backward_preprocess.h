@@ -28,35 +28,45 @@ struct PassTile {
   SeqSpan span;
   int64_t padded_row;
 
-  // In all threads of a CTA.
-  CUTE_DEVICE explicit PassTile(const BwdParams& p) {
+  // In all threads of a CTA. A tile of packed queries that no sequence has, as offsets say, has padded rows alone.
+  CUTE_DEVICE explicit PassTile(const BwdParams& p) : row(-1), batch(0), span{} {
     const FwdProblem& f = p.fwd;
     const int tiles = static_cast<int>(of_head(f)), number = gridDim.x - 1 - blockIdx.x, tile = number % tiles;
     head = number / tiles % f.heads;
-    batch = f.dense() ? number / tiles / f.heads : sequence_of(f, tile);
-    span = seq_span(f.varlen.cu_q, f.varlen.used_q, batch, f.seqlen_q, f.total_q);
-    const int64_t first = f.dense() ? 0 : PaddedRows{C.block_m}.first_row(span.offset, batch);
-    row = static_cast<int>(int64_t(tile) * C.block_m - first);
-    padded_row = first_padded_row(p, C.block_m, batch, head, span.offset) + row;
+    if (f.dense()) {
+      batch = number / tiles / f.heads;
+      row = tile * C.block_m;
+      span = seq_span(nullptr, f.varlen.used_q, batch, f.seqlen_q, f.total_q);
+      padded_row = first_padded_row(p, C.block_m, batch, head, 0) + row;
+      return;
+    }
+    padded_row = head * p.lse_log2.head + int64_t(tile) * C.block_m;
+    auto span_of = [&](int b) { return seq_span(f.varlen.cu_q, f.varlen.used_q, b, f.seqlen_q, f.total_q); };
+    auto row_in = [&](const SeqSpan& span, int b) {
+      return int64_t(tile) * C.block_m - PaddedRows{C.block_m}.first_row(span.offset, b);
+    };
+    const int sequence = last_sequence(f.batch, [&](int b) {
+      const SeqSpan span = span_of(b);
+      return 0 <= row_in(span, b) && row_in(span, b) < span.length;
+    });
+    if (sequence < 0) return;
+    batch = sequence;
+    span = span_of(batch);
+    row = static_cast<int>(row_in(span, batch));
   }
 
   CUTE_DEVICE bool exists() const { return row >= 0 && row < span.length; }
 
-  static int64_t count(const FwdProblem& f) { return of_head(f) * f.heads * (f.dense() ? f.batch : 1); }
+  static int64_t count(const FwdProblem& f) {
+    if (f.batch == 0) return 0;
+    return of_head(f) * f.heads * (f.dense() ? f.batch : 1);
+  }
 
  private:
   // Of a head; of packed queries those of all sequences.
   CUTE_HOST_DEVICE static int64_t of_head(const FwdProblem& f) {
     const PaddedRows rows{C.block_m};
     return (f.dense() ? rows.dense(f.seqlen_q) : rows.packed(f.total_q, f.batch)) / C.block_m;
-  }
-
-  // The sequence whose padded rows have the tile: the last that starts there or before.
-  CUTE_DEVICE static int sequence_of(const FwdProblem& f, int tile) {
-    return last_of_sequences(f.batch, [&](int sequence) {
-      const SeqSpan span = seq_span(f.varlen.cu_q, nullptr, sequence, f.seqlen_q, f.total_q);
-      return PaddedRows{C.block_m}.first_row(span.offset, sequence) <= int64_t(tile) * C.block_m;
-    });
   }
 };
 
@@ -94,6 +104,8 @@ __global__ void __launch_bounds__(32 * C.warps)
   wait_on_dependent_grids();
   const PassTile<C> tile(p);
   launch_dependent_grids();
+  // Of all padded rows: no offsets may leave one without, for which others would wait.
+  if (threadIdx.x < C.warps) p.dq_semaphores[tile.padded_row / C.block_m * C.warps + threadIdx.x] = 0;
   if (!tile.exists()) return;
   if (all_zeros || !QueryTilesOf<C>::any_adds(p.fwd, SeqInfo(p.fwd, tile.batch), {tile.row, tile.head, tile.batch})) {
     float* const sums = p.dq_accum + tile.padded_row * kDqColumns;
@@ -102,7 +114,6 @@ __global__ void __launch_bounds__(32 * C.warps)
       *reinterpret_cast<float4*>(sums + i) = make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }
-  if (threadIdx.x < C.warps) p.dq_semaphores[tile.padded_row / C.block_m * C.warps + threadIdx.x] = 0;
 
   const int first_col = threadIdx.x % kThreadsPerRow * kTogether;
   auto row_of = [&](const TensorView& m, int row) {

@@ -16,15 +16,16 @@ CUTE_DEVICE QueryTile tile_of_block(const FwdProblem& p, int block_m) {
   return tile;
 }
 
-// The last of packed sequences of which starts(sequence) is true, or the first; by a warp.
-template <class Starts>
-CUTE_DEVICE int last_of_sequences(int sequences, const Starts& starts) {
-  int started = 0;
+// The last of packed sequences of which has(sequence) is true, or -1; by a warp. Offsets may be in any order.
+template <class Has>
+CUTE_DEVICE int last_sequence(int sequences, const Has& has) {
+  int last = -1;
   for (int first = 0; first < sequences; first += 32) {
     const int sequence = first + static_cast<int>(threadIdx.x % 32);
-    started += __popc(__ballot_sync(~0u, sequence < sequences && starts(sequence)));
+    const uint32_t some = __ballot_sync(~0u, sequence < sequences && has(sequence));
+    if (some != 0) last = first + 31 - __clz(some);
   }
-  return max(started, 1) - 1;
+  return last;
 }
 
 // Offset of the tile's sequence in statistics with one number per row and head.

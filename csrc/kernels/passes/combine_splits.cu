@@ -14,14 +14,20 @@ namespace {
 
 constexpr int kColumns = 4;  // of a lane
 
-// A row of a head, as a tile: of packed queries `number` counts those of all sequences.
+// A row of a head, as a tile: of packed queries `number` counts those of all sequences. Negative if there is none.
 CUTE_DEVICE QueryTile tile_of_row(const FwdProblem& p, int64_t number) {
   const int64_t all = p.all_rows(), row = number % all;
   const int head = static_cast<int>(number / all);
-  if (head == p.heads) return {-1, 0, 0};  // there is none
+  const QueryTile none{-1, 0, 0};
+  if (head >= p.heads) return none;
   if (p.dense()) return {static_cast<int>(row % p.seqlen_q), head, static_cast<int>(row / p.seqlen_q)};
-  const int sequence = last_of_sequences(p.batch, [&](int b) { return p.varlen.cu_q[b] <= row; });
-  return {static_cast<int>(row - SeqInfo(p, sequence).q.offset), head, sequence};
+  auto span_of = [&](int b) { return seq_span(p.varlen.cu_q, p.varlen.used_q, b, p.seqlen_q, p.total_q); };
+  const int sequence = last_sequence(p.batch, [&](int b) {
+    const SeqSpan span = span_of(b);
+    return span.offset <= row && row < span.offset + span.length;
+  });
+  if (sequence < 0) return none;
+  return {static_cast<int>(row - span_of(sequence).offset), head, sequence};
 }
 
 // A CTA has kRows rows, and kWarps warps each of them, which read kTogether splits at once.
@@ -30,14 +36,14 @@ __global__ void __launch_bounds__(32 * kRows * kWarps) merge_rows(const __grid_c
   static_assert(kRows == 1 || kWarps == 1);
   using Values = cutlass::AlignedArray<float, kColumns>;
   const QueryTile tile = tile_of_row(p, int64_t(blockIdx.x) * kRows + threadIdx.x / (32 * kWarps));
+  // After this wait the results of all splits are there.
+  wait_on_dependent_grids();
+  const int row = tile.row;
+  if (row < 0) return;
   const SeqInfo seq(p, tile.batch);
   const float sink = sink_of(p.sink, tile.head);
   const int64_t head_step = p.split_lse.head * p.heads;  // from one split to the next
   const int64_t first = first_of(p.split_lse, tile, seq), first_lse = first_of(p.lse, tile, seq);
-  // After this wait the results of all splits are there.
-  wait_on_dependent_grids();
-  const int row = tile.row;
-  if (row < 0 || row >= seq.q.length) return;
   Element* const out = static_cast<Element*>(p.out.ptr) + tile.batch * p.out.batch + tile.head * p.out.head +
                        (seq.q.offset + row) * p.out.row;
   const float lse = merge_row<kColumns, kTogether, kWarps>(
@@ -63,7 +69,8 @@ __global__ void __launch_bounds__(32 * kRows * kWarps) merge_rows(const __grid_c
 template <class Element>
 cudaError_t launch(FwdParams p, cudaStream_t stream) {
   constexpr int kRows = 4, kWarps = 4, kFewSplits = 4, kManySplits = 16;
-  const int64_t rows = p.all_rows() * p.heads, ctas = cute::ceil_div(rows, kRows);
+  const int64_t rows = p.batch == 0 ? 0 : p.all_rows() * p.heads, ctas = cute::ceil_div(rows, kRows);
+  if (rows == 0) return cudaSuccess;
   if (p.num_splits <= kFewSplits) {
     return launch_with_pdl<merge_rows<Element, kRows, 1, kFewSplits>>({ctas, 32 * kRows, 0}, stream, p);
   }

@@ -171,9 +171,7 @@ struct GradientSender {
     storage.pipeline_v.consumer_release({tile});
     clear(tKrdK);
     clear(tVrdV);
-    // After this wait the last dQ has been stored.
-    pipeline_dq().producer_acquire(room_for_dv(steps + 1));
-    send_gradients(tile, steps, tKrdK, tVrdV);
+    send_gradients(tile, steps + 1, tKrdK, tVrdV);  // after the last dQ, too, which has been sent
   }
 
  private:

@@ -60,7 +60,7 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   const bool one_head = f.heads == f.heads_k * splits.heads;
   const bool packed = !f.dense_keys() && !f.lists.on();
   const int keys = config.block_n * config.cluster;
-  const int tiles = packed ? packed_tiles(f.total_k, f.batch, keys) : (f.seqlen_k + keys - 1) / keys;
+  const int tiles = packed ? std::max(1, packed_tiles(f.total_k, f.batch, keys)) : (f.seqlen_k + keys - 1) / keys;
   const int together = std::max(1, start_together / config.cluster);
 
   // Queries and dQ of the alternating heads should stay in L2, so only the heads of the tiles that start together

@@ -139,7 +139,8 @@ struct BackwardTraits {
                 "no wgmma of so many columns: units.cmake");
   static constexpr int kDqSums = C.block_m * C.head_dim / kDqGroups;  // numbers of a tile's dQ that a warpgroup adds
   static constexpr int kStripSums = kDqSums / (C.block_m / kStripRows);  // of them those of a strip
-  static_assert(!C.walks_lists() || (!kRowsOfDq && C.block_m == 4 * kStripRows), "a warp has a strip of dQ");
+  static_assert(!C.walks_lists() || (!kRowsOfDq && !kAlternatesDq && C.block_m == 4 * kStripRows),
+                "a warp has a strip of dQ");
   // The address of a warpgroup's sums of dQ, in accumulator order.
   CUTE_DEVICE static float* dq_sums(const BwdParams& p, int64_t padded_row, int group) {
     return p.dq_accum + padded_row * C.head_dim + group % kDqGroups * kDqSums;

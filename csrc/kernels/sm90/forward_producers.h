@@ -19,6 +19,24 @@ CUTE_DEVICE void load_keys(Pipeline<C.stages, C.cluster>& pipeline, PipelineStat
   at.advance();
 }
 
+// Clears the rows of Q behind the last token of a tile, which no load writes: they share warps with other rows.
+template <KernelConfig C>
+CUTE_DEVICE void clear_rows_behind_tokens(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
+  using Element = typename ForwardTraits<C>::Element;
+  constexpr int kAtom = atom_columns(C.head_dim, sizeof(Element)), kVector = 16 / sizeof(Element);
+  const int written = params.tokens * params.group.value * kAtom;
+  for (auto& q : storage.q) {
+    CUTE_NO_UNROLL
+    for (int col = 0; col < C.head_dim; col += kAtom) {
+      CUTE_NO_UNROLL
+      for (int i = written + kVector * threadIdx.x; i < C.block_m * kAtom; i += kVector * threads(C)) {
+        *reinterpret_cast<uint4*>(q + col * C.block_m + i) = uint4{};
+      }
+    }
+  }
+  cutlass::arch::fence_view_async_shared();
+}
+
 // Fetches work tiles, describes them to the other roles, and loads Q and (unless paged) K.
 template <KernelConfig C>
 CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename ForwardTraits<C>::Storage& storage) {
