@@ -58,7 +58,6 @@ JsonObject describe(const KeyOrder& order) {
   JsonObject all;
   all.integer("tiles_of_set", order.tiles_of_set);
   return add_sets(all, order.sets)
-      .flag("by_level", order.by_level)
       .flag("late_first", order.late_first)
       .flag("heads_inside", order.heads_inside)
       .flag("down_and_up", order.down_and_up);
@@ -74,7 +73,10 @@ JsonObject describe(const BwdPlan& plan) {
       .text("dq_accumulate", order == DqAccumulate::Atomic        ? "atomic"
                              : order == DqAccumulate::FirstStores ? "first_stores"
                                                                   : "serialized");
-  if (plan.resident > 0) all.flag("shares_l2", plan.shares_l2).raw("key_order", describe(plan.order).str());
+  if (plan.resident > 0)
+    all.flag("shares_l2", plan.shares_l2)
+        .flag("by_level", plan.order.by_level)
+        .raw("key_order", describe(plan.order).str());
   return all;
 }
 

@@ -33,9 +33,8 @@ FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device&
   FwdPlan plan{.num_splits = cheapest_splits(config, p, heads, gpu.sms, overrides.num_splits).num_splits,
                .pack_gqa = heads,
                .resident = family_of(config).resident(config, gpu)};
-  // Lengths that only the device knows decide how many there are: the longest sequence may need more than the mean.
-  const bool unknown = p.varlen.cu_k != nullptr || p.varlen.used_k != nullptr;
-  if (unknown && plan.num_splits > 1 && overrides.num_splits == 0) {
+  // Of a cache the host knows the capacity alone. If most sequences are shorter, the longest gets more splits.
+  if (p.varlen.used_k != nullptr && plan.num_splits > 1 && overrides.num_splits == 0) {
     plan.num_splits = std::max(plan.num_splits, std::min(2 * plan.num_splits, most_splits(config, p, heads, gpu.sms)));
   }
   plan_order(config, p, gpu, plan);

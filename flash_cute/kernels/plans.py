@@ -34,7 +34,9 @@ class KeyOrder:
 
 
 # Fields of a Plan that its line leaves out, or has at its beginning.
-_HIDDEN_FIELDS = ("kernel", "launches", "key_order", "heads_together", "last_set", "l2_fraction")
+_HIDDEN_FIELDS = (
+    "kernel", "launches", "key_order", "heads_together", "last_set", "by_level", "l2_fraction",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,7 @@ class Plan:
     pack_gqa: int = 1  # query heads of a group that share a tile of queries
     heads_together: int | None = None  # Hopper's forward: heads whose tiles of queries alternate
     last_set: int | None = None  # Hopper's forward: first head of the last set of such heads
+    by_level: bool = False  # Hopper, packed: the tiles with the most tiles behind them come first
     splits_of_heads: int = 1  # backward: `num_splits` is this times splits_of_queries
     splits_of_queries: int = 1
     whole_tiles: int = 0  # backward: tiles of keys that are not split, before those that are

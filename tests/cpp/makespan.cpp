@@ -159,7 +159,11 @@ void add_packed_forward(Draw& draw, bool causal, Ratios& ratios) {
   std::vector<int> costs;
   KeyCount count;
   for (int b = 0; b < p.batch; ++b) count.add(SeqInfo(p, b), p.band, config.block_m, config.block_n);
-  const int of_split = plan.num_splits == 1 ? 0 : count.of_split(heads, plan.resident, plan.num_splits);
+  const int of_split = plan.num_splits == 1 ? 0 : count.of_split(heads, plan.resident, plan.num_splits, [&](int tiles) {
+    int64_t splits = 0;
+    for (int b = 0; b < p.batch; ++b) splits += KeyCount::splits(SeqInfo(p, b), config.block_m, config.block_n, tiles);
+    return splits;
+  });
   for (int number = 0; number < tiles * heads; ++number) {
     const HeadSets::Set set = plan.sets.of_tile(number, tiles, heads);
     const PackedTile tile = found.find(rows, order, (number - set.first * tiles) / set.heads);

@@ -19,13 +19,30 @@ struct KeyCount {
     longest = detail::at_least(longest, static_cast<int>(keys));
   }
 
-  // Tiles of a split, so that the splits of all sequences are about as many as CTAs, and equally long. The last of each
-  // tile of queries is shorter: with one more for each, the CTAs have one wave, or two.
-  FC_HOST_DEVICE int of_split(int heads, int ctas, int most_splits) const {
-    const int64_t all = tiles * heads, units = query_tiles * heads, wave = 2 * units <= ctas ? ctas : 2 * ctas;
-    const int64_t whole = wave > units ? wave - units : 1, of_equal = (all + whole - 1) / whole;
-    const int least = detail::at_least(1, detail::ceil_div(longest, most_splits));
-    return of_equal < longest ? detail::at_least(least, static_cast<int>(of_equal)) : detail::at_least(least, longest);
+  // The splits of a sequence, each of `tiles_of_split`.
+  FC_HOST_DEVICE static int64_t splits(const SeqInfo& seq, int queries, int block_n, int tiles_of_split) {
+    const int64_t rows = detail::ceil_div(seq.q.length, queries);
+    return rows * detail::at_least(1, detail::ceil_div(detail::ceil_div(seq.k.length, block_n), tiles_of_split));
+  }
+
+  // Tiles of a split, as few as leave the splits of all sequences one wave of CTAs, or two if one is half full without
+  // splits. splits_of(tiles of a split): of all sequences.
+  template <class SplitsOf>
+  FC_HOST_DEVICE int of_split(int heads, int ctas, int most_splits, const SplitsOf& splits_of) const {
+    const int64_t units = query_tiles * heads, wave = 2 * units <= ctas ? ctas : 2 * int64_t(ctas);
+    int most = detail::at_least(1, longest);
+    int least = detail::at_most(most, detail::at_least(1, detail::ceil_div(longest, most_splits)));
+    const int64_t share = tiles * heads / wave;
+    if (share > least) least = share < most ? static_cast<int>(share) : most;
+    while (least < most) {
+      const int middle = (least + most) / 2;
+      if (splits_of(middle) * heads <= wave) {
+        most = middle;
+      } else {
+        least = middle + 1;
+      }
+    }
+    return least;
   }
 };
 

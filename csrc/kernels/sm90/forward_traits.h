@@ -85,22 +85,28 @@ CUTE_DEVICE int sort_queries(const ForwardParams& params, PackedOrder& order) {
                         [&](int sequence) { return SeqInfo(p, sequence).k.length; });
 }
 
-// KeySplit::tiles, counted by a warp.
+// KeySplit::tiles, found by a warp; 0 if the host knew the lengths.
 template <KernelConfig C>
 CUTE_DEVICE int tiles_of_split(const ForwardParams& params) {
   const FwdParams& p = params.p;
   if (p.num_splits == 1 || (p.varlen.cu_k == nullptr && p.varlen.used_k == nullptr)) return 0;
+  const int queries = queries_of_tile<C>(params);
+  auto sum = [](int64_t x) {
+    CUTE_UNROLL
+    for (int lanes = 16; lanes > 0; lanes /= 2) x += __shfl_xor_sync(~0u, x, lanes);
+    return x;
+  };
+  auto for_each = [&](const auto& f) {
+    for (int sequence = threadIdx.x % 32; sequence < p.batch; sequence += 32) f(SeqInfo(p, sequence));
+  };
   KeyCount count;
-  for (int sequence = threadIdx.x % 32; sequence < p.batch; sequence += 32) {
-    count.add(SeqInfo(p, sequence), p.band, queries_of_tile<C>(params), C.block_n);
-  }
-  CUTE_UNROLL
-  for (int lanes = 16; lanes > 0; lanes /= 2) {
-    count.query_tiles += __shfl_xor_sync(~0u, count.query_tiles, lanes);
-    count.tiles += __shfl_xor_sync(~0u, count.tiles, lanes);
-    count.longest = max(count.longest, __shfl_xor_sync(~0u, count.longest, lanes));
-  }
-  return count.of_split(p.heads / p.pack_gqa, gridDim.x / C.cluster, p.num_splits);
+  for_each([&](const SeqInfo& seq) { count.add(seq, p.band, queries, C.block_n); });
+  count = {sum(count.query_tiles), sum(count.tiles), __reduce_max_sync(~0u, count.longest)};
+  return count.of_split(p.heads / p.pack_gqa, gridDim.x / C.cluster, p.num_splits, [&](int tiles) {
+    int64_t splits = 0;
+    for_each([&](const SeqInfo& seq) { splits += KeyCount::splits(seq, queries, C.block_n, tiles); });
+    return sum(splits);
+  });
 }
 
 // Rows of tokens: the token and head of a row of the CTA's tile. Rows behind the last token are of none.
