@@ -95,7 +95,7 @@ CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b
 // softmax_d = rowsum(dout * out) - dlse; lse / ln 2, +inf where a row does not exist or sees no key (exp2 of anything
 // minus it is 0); dQ semaphores and dQ sums to 0 (all, or those that no key tile starts), kDqColumns a row.
 template <KernelConfig C, int kDqColumns = C.head_dim>
-__global__ void __launch_bounds__(32 * C.warps)
+__global__ void __launch_bounds__(32 * C.warps, 1)
     backward_preprocess(const __grid_constant__ BwdParams p, bool all_zeros) {
   using Element = ElementOf<C.dtype>;
   constexpr int kThreads = 32 * C.warps, kThreadsPerRow = C.head_dim_v % 64 == 0 ? 8 : 4;

@@ -83,7 +83,7 @@ struct TwoCtaTraits {
     Pipeline<1, C.cluster> pipeline_next;
     int next;  // the number that the cluster fetched last
     FetchState fetched;
-    PackedOrder order;
+    PackedOrderOf<C> order;
     uint32_t times_landed[2][C.stages], times_landed_k;  // tiles whose first rows the producer cleared
     Pipeline<C.stages, C.cluster> pipeline_q, pipeline_dout;
     Pipeline<1> pipeline_k, pipeline_v, pipeline_p;

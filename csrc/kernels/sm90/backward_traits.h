@@ -37,6 +37,11 @@ CUTE_DEVICE auto& pick(First& first, Second& second) {
 template <KernelConfig C>
 using WorkOf = BackwardWork<QueryTilesOf<C>>;
 
+// The order of packed sequences. Calls over lists have none: neither registers nor shared memory are left.
+struct NoOrder {};
+template <KernelConfig C>
+using PackedOrderOf = std::conditional_t<C.walks_lists(), NoOrder, PackedOrder>;
+
 // Partial sums of dK or dV over one split, of the 64 keys of a warpgroup from `row` of the sequence on: one accumulator
 // register of all threads after the other.
 template <KernelConfig C, bool kValues>
@@ -161,7 +166,7 @@ struct BackwardTraits {
     alignas(128) float lse_log2[C.stages][C.block_m];
     alignas(128) float row_dot[C.stages][C.block_m];
     WorkOf<C> work[2];
-    PackedOrder order;
+    PackedOrderOf<C> order;
     StepOf<C> steps[kSteps];
     cutlass::arch::ClusterBarrier written[kTakesStrips<C> ? kSteps : 1];  // a step of a sparse call
     Pipeline<2> pipeline_work;
@@ -185,19 +190,23 @@ class KeyTiles {
   static constexpr int kKeys = C.block_n * C.cluster;
 
   // If keys are packed: a head has `packed_tiles`, in this order; `packed` finds them.
-  CUTE_DEVICE KeyTiles(const BackwardParams& params, int packed_tiles, const PackedOrder& order, PackedTiles& packed)
+  CUTE_DEVICE KeyTiles(const BackwardParams& params, int packed_tiles, const PackedOrderOf<C>& order,
+                       PackedTiles& packed)
       : params_(params), packed_tiles_(packed_tiles), order_(order), packed_(packed) {}
 
-  // Not over lists, whose threads have no registers left.
   CUTE_DEVICE static bool are_packed(const BackwardParams& params) {
     return !C.walks_lists() && !params.p.fwd.dense_keys();
   }
   // Sorts packed sequences, by a warp, and returns how many tiles a head has; 0 if keys are not packed.
-  CUTE_DEVICE static int sort(const BackwardParams& params, PackedOrder& order) {
-    const FwdProblem& p = params.p.fwd;
-    if (!are_packed(params)) return 0;
-    return sort_sequences(order, PackedRows::of_keys(p, kKeys), params.p.order.by_level,
-                          [&](int sequence) { return SeqInfo(p, sequence).q.length; });
+  CUTE_DEVICE static int sort(const BackwardParams& params, PackedOrderOf<C>& order) {
+    if constexpr (!C.walks_lists()) {
+      const FwdProblem& p = params.p.fwd;
+      if (are_packed(params)) {
+        return sort_sequences(order, PackedRows::of_keys(p, kKeys), params.p.order.by_level,
+                              [&](int sequence) { return SeqInfo(p, sequence).q.length; });
+      }
+    }
+    return 0;
   }
 
   // Numbers, where each split of a tile has one of its own.
@@ -212,17 +221,19 @@ class KeyTiles {
   }
   CUTE_DEVICE void describe(WorkOf<C>& work, int number) {
     const BwdParams& p = params_.p;
-    if (are_packed(params_)) {
-      new (&work) WorkOf<C>(p, params_.splits, kKeys, number, packed_tiles_, order_, packed_);
-    } else {
-      new (&work) WorkOf<C>(p, params_.splits, kKeys, number);
+    if constexpr (!C.walks_lists()) {
+      if (are_packed(params_)) {
+        new (&work) WorkOf<C>(p, params_.splits, kKeys, number, packed_tiles_, order_, packed_);
+        return;
+      }
     }
+    new (&work) WorkOf<C>(p, params_.splits, kKeys, number);
   }
 
  private:
   const BackwardParams& params_;
   int packed_tiles_;
-  const PackedOrder& order_;
+  const PackedOrderOf<C>& order_;
   PackedTiles& packed_;
 };
 
