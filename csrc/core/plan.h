@@ -12,18 +12,18 @@
 namespace flash_cute {
 
 struct FwdPlan {
-  int num_splits = 1;      // split-KV: parts of the keys of a tile of queries, at most; combine_splits() combines them
-  int pack_gqa = 1;        // query heads of a group that share a tile of queries
-  HeadSets sets;           // of pack_gqa heads, whose tiles of queries alternate: kernels/hopper/tile_scheduler.h
-  bool by_level = false;   // packed: PackedOrder::by_level
-  int resident = 0;        // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
+  int num_splits = 1;  // split-KV: parts of the keys of a tile of queries, at most; combine_splits() combines them
+  int pack_gqa = 1;  // query heads of a group that share a tile of queries
+  HeadSets sets;  // of pack_gqa heads, whose tiles of queries alternate: kernels/hopper/tile_scheduler.h
+  bool by_level = false;  // packed: PackedOrder::by_level
+  int resident = 0;  // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
 };
 
 // The number of splits of a key tile's work in backward, each with partial sums of dK and dV: for all tiles, or only
 // for the last ones.
 struct QuerySplits {
-  int heads = 1;        // of the query heads of a kv head
-  int queries = 1;      // of the query tiles that see the keys
+  int heads = 1;  // of the query heads of a kv head
+  int queries = 1;  // of the query tiles that see the keys
   int whole_tiles = 0;  // come first and are not split
 
   constexpr int count() const { return heads * queries; }
@@ -31,9 +31,9 @@ struct QuerySplits {
 
 // The order in which key tiles add to dQ.
 enum class DqAccumulate {
-  Atomic,       // in any order, to zeros that the preprocess pass writes
+  Atomic,  // in any order, to zeros that the preprocess pass writes
   FirstStores,  // in any order, after the first tile has stored
-  Serialized,   // in a fixed order: deterministic; on Hopper after the first tile has stored
+  Serialized,  // in a fixed order: deterministic; on Hopper after the first tile has stored
 };
 
 constexpr bool uses_semaphore(DqAccumulate order) {
@@ -42,12 +42,12 @@ constexpr bool uses_semaphore(DqAccumulate order) {
 
 // The order of key tiles, and the direction of their walk: docs/kernels/backward_order.md.
 struct KeyOrder {
-  int tiles_of_set = 1;       // tiles that start together
-  HeadSets sets;              // of kv heads, whose tiles of keys alternate
-  bool by_level = false;      // packed: PackedOrder::by_level
-  bool late_first = false;    // late keys first
+  int tiles_of_set = 1;  // tiles that start together
+  HeadSets sets;  // of kv heads, whose tiles of keys alternate
+  bool by_level = false;  // packed: PackedOrder::by_level
+  bool late_first = false;  // late keys first
   bool heads_inside = false;  // all query heads of a query tile, then the next query tile
-  bool down_and_up = false;   // sets alternate between starting at the last and at the first queries
+  bool down_and_up = false;  // sets alternate between starting at the last and at the first queries
 };
 
 struct BwdPlan {
@@ -56,7 +56,7 @@ struct BwdPlan {
   DqAccumulate dq_accumulate = DqAccumulate::Atomic;
   KeyOrder order;
   bool shares_l2 = false;  // CTAs that run ahead wait for the others; over lists, they start where the others are
-  int resident = 0;          // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
+  int resident = 0;  // CTAs, or clusters, of a persistent kernel; 0: a CTA for each tile
 };
 
 // A batch whose sequences are known to be equally long, so that the host can plan it.
@@ -64,23 +64,23 @@ struct UniformBatch {
   bool known = false;
   FastDivmod per_tile, per_sequence;
   FastDivmod chunk, tail_chunk;  // of a full CTA, and of a tail CTA
-  int full_ctas = 0;             // of a head
+  int full_ctas = 0;  // of a head
 };
 
 // Clusters, one per work tile.
 struct TileClusters {
-  FastDivmod ctas;      // of a cluster
-  FastDivmod tiles;     // of query rows, per kv head of a sequence
+  FastDivmod ctas;  // of a cluster
+  FastDivmod tiles;  // of query rows, per kv head of a sequence
   int column_bits = 0;  // each of the first CTAs combines 2^column_bits columns
 };
 
 struct DecodePlan {
-  int quantum_blocks;           // of even splits: blocks of a quantum
-  int ctas_per_head;            // CTAs per kv head, tail CTAs included
+  int quantum_blocks;  // of even splits: blocks of a quantum
+  int ctas_per_head;  // CTAs per kv head, tail CTAs included
   FastDivmod by_ctas_per_head;  // without tail CTAs
-  int resident_ctas;            // CTAs that run at once
-  int cluster_ctas;             // CTAs of a cluster
-  FastDivmod heads_k, group;    // kv heads, and query heads of each
+  int resident_ctas;  // CTAs that run at once
+  int cluster_ctas;  // CTAs of a cluster
+  FastDivmod heads_k, group;  // kv heads, and query heads of each
   FastDivmod page_size;
   float l2_fraction;  // share of K and V that L2 keeps like other data; the rest leaves it first
   UniformBatch uniform;
