@@ -46,7 +46,9 @@ void run(const Step<op>& step, const Problem<op>& problem, const View& q) {
   // What CUDA would refuse to launch is refused before anything is written.
   if (most_tiles(config, problem) > std::numeric_limits<int>::max())
     check_cuda(config.id().c_str(), cudaErrorInvalidConfiguration);
-  if (step.passes.zero_fill) check_cuda("zero_fill", zero_fill(problem, stream));
+  if constexpr (op != Op::Bwd) {
+    if (step.passes.zero_fill) check_cuda("zero_fill", zero_fill(problem, stream));
+  }
   const cudaError_t error = kernel_of<op>(step.kernel).launch(params, stream);
   if (error != cudaSuccess) check_cuda(config.id().c_str(), error);
   if constexpr (op == Op::Fwd) {

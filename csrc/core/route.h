@@ -14,9 +14,9 @@
 
 namespace flash_cute {
 
-// Passes before and after a kernel, in one launch each, except backward's zero_fill, which has one for each gradient.
+// Passes before and after a kernel, in one launch each.
 struct Passes {
-  bool zero_fill = false;  // of rows that belong to no packed sequence
+  bool zero_fill = false;  // of rows that belong to no packed sequence; backward's first pass fills them
   bool combine_splits = false, probabilities = false, sink_gradient = false;
 };
 

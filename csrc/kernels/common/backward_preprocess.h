@@ -5,6 +5,7 @@
 
 #include "core/workspace.h"
 #include "kernels/common/element.h"
+#include "kernels/common/gap_fill.h"
 #include "kernels/common/pdl.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
@@ -20,8 +21,8 @@ CUTE_DEVICE int64_t first_padded_row(const BwdParams& p, int block_m, int batch,
          PaddedRows{block_m}.first_row(offset, p.fwd.varlen.cu_q ? batch : 0);
 }
 
-// A tile of query rows of one head for the passes around backward. Tiles run from last to first: the main kernel ends
-// with the last heads and starts with the first, whose numbers are then still in L2.
+// A tile of query rows of one head, by its number, for the passes around backward. CTAs take them from last to first: the
+// main kernel ends with the last heads and starts with the first, whose numbers are then still in L2.
 template <KernelConfig C>
 struct PassTile {
   int row, head, batch;
@@ -29,9 +30,9 @@ struct PassTile {
   int64_t padded_row;
 
   // In all threads of a CTA. A tile of packed queries that no sequence has, as offsets say, has padded rows alone.
-  CUTE_DEVICE explicit PassTile(const BwdParams& p) : row(-1), batch(0), span{} {
+  CUTE_DEVICE PassTile(const BwdParams& p, int number) : row(-1), batch(0), span{} {
     const FwdProblem& f = p.fwd;
-    const int tiles = static_cast<int>(of_head(f)), number = gridDim.x - 1 - blockIdx.x, tile = number % tiles;
+    const int tiles = static_cast<int>(of_head(f)), tile = number % tiles;
     head = number / tiles % f.heads;
     if (f.dense()) {
       batch = number / tiles / f.heads;
@@ -93,17 +94,21 @@ CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b
 }
 
 // softmax_d = rowsum(dout * out) - dlse; lse / ln 2, +inf where a row does not exist or sees no key (exp2 of anything
-// minus it is 0); dQ semaphores and dQ sums to 0 (all, or those that no key tile starts), kDqColumns a row.
+// minus it is 0); dQ semaphores and dQ sums to 0 (all, or those that no key tile starts), kDqColumns a row. CTAs behind
+// those of the tiles fill the rows of no packed sequence.
 template <KernelConfig C, int kDqColumns = C.head_dim>
 __global__ void __launch_bounds__(32 * C.warps, 1)
-    backward_preprocess(const __grid_constant__ BwdParams p, bool all_zeros) {
+    backward_preprocess(const __grid_constant__ BwdParams p, const __grid_constant__ GapFills<Op::Bwd> gaps, int tiles,
+                        bool all_zeros) {
   using Element = ElementOf<C.dtype>;
   constexpr int kThreads = 32 * C.warps, kThreadsPerRow = C.head_dim_v % 64 == 0 ? 8 : 4;
   constexpr int kRowsAtOnce = kThreads / kThreadsPerRow;
   // After this wait the kernel before has ended: its results may be read, and its inputs overwritten.
   wait_on_dependent_grids();
-  const PassTile<C> tile(p);
   launch_dependent_grids();
+  const int filler = static_cast<int>(blockIdx.x) - tiles;
+  if (filler >= 0) return gaps.fill(threadIdx.x / 32, C.warps, filler, gridDim.x - tiles);
+  const PassTile<C> tile(p, tiles - 1 - blockIdx.x);
   // Of all padded rows: no offsets may leave one without, for which others would wait.
   if (threadIdx.x < C.warps) p.dq_semaphores[tile.padded_row / C.block_m * C.warps + threadIdx.x] = 0;
   if (!tile.exists()) return;

@@ -1,5 +1,4 @@
-// Fills rows that belong to no sequence: their outputs become 0, their statistics those of a row that sees no key, for
-// any values in the index tensors.
+// The pass before forward and decode that fills rows of no packed sequence: kernels/common/gap_fill.h.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,6 +9,5 @@ namespace flash_cute {
 
 // Writes nothing if sequences are contiguous and used whole: it then only reads the index tensors.
 cudaError_t zero_fill(const FwdProblem& p, cudaStream_t stream);
-cudaError_t zero_fill(const BwdProblem& p, cudaStream_t stream);
 
 }  // namespace flash_cute

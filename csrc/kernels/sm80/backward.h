@@ -335,7 +335,11 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const FwdProblem& f = p.fwd;
   const int64_t query_tiles = PassTile<C>::count(f);
   const int64_t key_tiles = int64_t(cute::ceil_div(f.seqlen_k, C.block_n)) * f.heads_k * f.batch;
-  if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles, C.threads(), 0, stream, p, true)) return e;
+  using Gaps = GapFills<Op::Bwd>;
+  const int fillers = f.dense() ? 0 : Gaps::kCtas;
+  if (cudaError_t e = launch_kernel<backward_preprocess<C>>(query_tiles + fillers, C.threads(), 0, stream, p,
+                                                            Gaps::of_outputs(p), static_cast<int>(query_tiles), true))
+    return e;
   if (cudaError_t e = launch_kernel<backward<C>>(key_tiles, C.threads(), smem_bytes(C), stream, p)) return e;
   return launch_kernel<backward_postprocess<C>>(query_tiles, C.threads(), DqTraits<C>::kSmemBytes, stream, p);
 }

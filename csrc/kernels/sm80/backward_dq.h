@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(C.threads()) backward_postprocess(const __grid
   using Element = typename T::Element;
   extern __shared__ __align__(128) char smem[];
   auto* shared = reinterpret_cast<Element*>(smem);
-  const PassTile<C> tile(p);
+  const PassTile<C> tile(p, gridDim.x - 1 - blockIdx.x);
   if (!tile.exists()) return;
   auto tQrdQ = T::accumulator();  // (MMA,MMA_M,MMA_D)
   DqSums<C>(p, tile.padded_row).load(tQrdQ);

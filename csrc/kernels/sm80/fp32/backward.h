@@ -4,6 +4,7 @@
 #pragma once
 
 #include "core/workspace.h"
+#include "kernels/common/gap_fill.h"
 #include "kernels/common/dropout.h"
 #include "kernels/common/mask.h"
 #include "kernels/common/score_mod.h"
@@ -228,9 +229,13 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) backward(const __grid_con
   }
 }
 
-// softmax_d = rowsum(dout * out) - dlse, of a tile of queries a CTA and one warp a row.
+// softmax_d = rowsum(dout * out) - dlse, of a tile of queries a CTA and one warp a row. CTAs behind those of the tiles
+// fill the rows of no packed sequence.
 template <KernelConfig C>
-__global__ void __launch_bounds__(C.threads()) row_dots(const __grid_constant__ BwdProblem p) {
+__global__ void __launch_bounds__(C.threads())
+    row_dots(const __grid_constant__ BwdProblem p, const __grid_constant__ GapFills<Op::Bwd> gaps, int all_tiles) {
+  const int filler = static_cast<int>(blockIdx.x) - all_tiles;
+  if (filler >= 0) return gaps.fill(threadIdx.x / 32, C.warps, filler, gridDim.x - all_tiles);
   const FwdProblem& f = p.fwd;
   const int lane = threadIdx.x % 32, tiles = ceil_div(f.seqlen_q, int(C.block_m));
   const int first = blockIdx.x % tiles * C.block_m + threadIdx.x / 32;
@@ -256,7 +261,11 @@ cudaError_t launch_backward(const BwdParams& params, cudaStream_t stream) {
   constexpr auto keys = backward<C, Owner::Keys>, queries = backward<C, Owner::Queries>;
   const int64_t dot_tiles = tiles(f.seqlen_q, C.block_m, f.heads), key_tiles = tiles(f.seqlen_k, C.block_n, f.heads_k),
                 query_tiles = tiles(f.seqlen_q, C.block_n, f.heads);
-  if (cudaError_t e = launch_kernel<row_dots<C>>(dot_tiles, C.threads(), 0, stream, p)) return e;
+  using Gaps = GapFills<Op::Bwd>;
+  const int fillers = f.dense() ? 0 : Gaps::kCtas;
+  if (cudaError_t e = launch_kernel<row_dots<C>>(dot_tiles + fillers, C.threads(), 0, stream, p, Gaps::of_outputs(p),
+                                                 static_cast<int>(dot_tiles)))
+    return e;
   if (cudaError_t e = launch_kernel<keys>(key_tiles, C.threads(), smem_bytes(C), stream, p)) return e;
   return launch_kernel<queries>(query_tiles, C.threads(), smem_bytes(C), stream, p);
 }

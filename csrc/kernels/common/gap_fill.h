@@ -1,0 +1,110 @@
+// Rows that belong to no packed sequence: their outputs become 0, their statistics those of a row that sees no key, for
+// any values in the index tensors. Backward's first pass fills them; kernels/passes/zero_fill.h does before all others.
+#pragma once
+
+#include "core/layout/seq.h"
+#include "core/workspace.h"
+#include "kernels/common/fragment.h"
+
+namespace flash_cute {
+
+// One output of packed sequences. Gap b lies between the end of sequence b - 1 and the start of sequence b.
+struct GapFill {
+  const int *cu, *used;  // [batch + 1]; [batch], may be null
+  int batch, longest;
+  int64_t total;
+  int heads, head_dim;
+  int element_bytes;  // 2 or 4
+  TensorView out;  // set to 0
+  RowStats first, second;  // set to `statistic`; may be null
+  float statistic;
+
+  static GapFill of_queries(const FwdProblem& p, const TensorView& out, int head_dim, int bytes, const RowStats& first,
+                            const RowStats& second, float statistic) {
+    return {p.varlen.cu_q, p.varlen.used_q, p.batch, p.seqlen_q, p.total_q, p.heads,
+            head_dim,      bytes,           out,     first,      second,    statistic};
+  }
+  static GapFill of_keys(const FwdProblem& p, const TensorView& out, int head_dim, int bytes) {
+    return {p.varlen.cu_k, p.varlen.used_k, p.batch, p.seqlen_k, p.total_k, p.heads_k,
+            head_dim,      bytes,           out,     {},         {},        0.f};
+  }
+
+  struct Rows {
+    int64_t begin, end;
+  };
+  CUTE_DEVICE Rows gap(int b) const {
+    auto span = [&](int i) { return seq_span(cu, used, i, longest, total); };
+    Rows rows{0, b < batch ? span(b).offset : total};
+    if (b > 0) {
+      const SeqSpan before = span(b - 1);
+      rows.begin = before.offset + before.length;
+    }
+    return rows;
+  }
+
+  CUTE_DEVICE void clear(int64_t row, int head, int col) const {
+    const int64_t at = row * out.row + head * out.head + col;
+    if (element_bytes == 2) {
+      static_cast<uint16_t*>(out.ptr)[at] = 0;
+    } else {
+      static_cast<uint32_t*>(out.ptr)[at] = 0;
+    }
+  }
+
+  // A warp's share: some gaps are each warp's of a CTA, and part `part` of all `parts` of their rows each CTA's.
+  CUTE_DEVICE void fill(int warp, int warps, int part, int parts) const {
+    const int lane = threadIdx.x % 32;
+    CUTE_NO_UNROLL
+    for (int first_gap = 32 * warp; first_gap <= batch; first_gap += 32 * warps) {
+      Rows own{0, 0};
+      if (first_gap + lane <= batch) own = gap(first_gap + lane);
+      CUTE_NO_UNROLL
+      for (uint32_t left = __ballot_sync(~0u, own.begin < own.end); left != 0; left &= left - 1) {
+        const int source = __ffs(static_cast<int>(left)) - 1;
+        const Rows rows{__shfl_sync(~0u, own.begin, source), __shfl_sync(~0u, own.end, source)};
+        fill(rows, 32 * part + lane, 32 * parts);
+      }
+    }
+  }
+
+ private:
+  CUTE_DEVICE void fill(const Rows& rows, int start, int step) const {
+    const int64_t of_row = int64_t(heads) * head_dim;
+    CUTE_NO_UNROLL
+    for (int64_t i = rows.begin * of_row + start; i < rows.end * of_row; i += step) {
+      clear(i / of_row, static_cast<int>(i % of_row / head_dim), static_cast<int>(i % head_dim));
+    }
+    CUTE_NO_UNROLL
+    for (int64_t i = rows.begin * heads + start; i < rows.end * heads; i += step) {
+      const int64_t row = i / heads, head = i % heads;
+      if (first.ptr != nullptr) first.ptr[head * first.head + row] = statistic;
+      if (second.ptr != nullptr) second.ptr[head * second.head + row] = statistic;
+    }
+  }
+};
+
+// The outputs of an op.
+template <Op op>
+struct GapFills {
+  static constexpr int kCount = op == Op::Bwd ? 3 : 1, kCtas = 32;
+  GapFill of[kCount];
+
+  static GapFills of_outputs(const Problem<op>& p) {
+    if constexpr (op == Op::Bwd) {
+      const FwdProblem& f = p.fwd;
+      const int bytes = p.fp32_gradients ? static_cast<int>(sizeof(float)) : element_bytes(f.dtype);
+      return {{GapFill::of_queries(f, p.dq, f.head_dim, bytes, p.softmax_d, {}, 0.f),
+               GapFill::of_keys(f, p.dk, f.head_dim, bytes), GapFill::of_keys(f, p.dv, f.head_dim_v, bytes)}};
+    } else {
+      return {{GapFill::of_queries(p, p.out, p.head_dim_v, element_bytes(p.dtype), p.lse, p.row_max, -INFINITY)}};
+    }
+  }
+
+  // By `warps` warps of each of `ctas` CTAs, of which these are number `warp` and number `cta`.
+  CUTE_DEVICE void fill(int warp, int warps, int cta, int ctas) const {
+    CUTE_NO_UNROLL
+    for (int i = 0; i < kCount; ++i) of[i].fill(warp, warps, cta, ctas);
+  }
+};
+
+}  // namespace flash_cute
