@@ -130,6 +130,7 @@ struct FwdProblem {
 
   constexpr bool dense() const { return varlen.cu_q == nullptr; }
   constexpr bool dense_keys() const { return varlen.cu_k == nullptr; }
+  constexpr bool knows_keys() const { return dense_keys() && varlen.used_k == nullptr; }  // their lengths, on the host
   constexpr int64_t all_rows() const { return dense() ? int64_t(batch) * seqlen_q : total_q; }
   constexpr int64_t all_keys() const { return dense_keys() ? int64_t(batch) * seqlen_k : total_k; }
 

@@ -106,7 +106,7 @@ void check_moves(const Tiles& tiles) {
 template <int kBlockN, int kGroups>
 struct SharedCase {
   FwdParams p{};
-  bool of_tokens;  // all groups have the queries of the tile
+  bool of_tokens;  // all groups that have rows have the queries of the tile
   SeqInfo seq{SeqSpan{}, SeqSpan{}};
   QueryGroups queries;
   int splits, tiles_of_split;
@@ -121,6 +121,7 @@ struct SharedCase {
     if (of_tokens) {
       const int tokens = draw.from(1, kRows), row = draw.from(0, (seq.q.length - 1) / tokens) * tokens;
       queries = {{row, 0, 0}, tokens, {row, 0, 0}, kRows};
+      p.pack_gqa = kRows / tokens;
       return;
     }
     const int first = draw.from(0, (seq.q.length - 1) / (cluster * kRows)) * cluster * kRows;
@@ -130,7 +131,9 @@ struct SharedCase {
 
   int row_of_group(int group) const { return queries.tile.row + (of_tokens ? 0 : 64 * group % queries.rows_of_head); }
   int past_row(int group) const {
-    return std::min(row_of_group(group) + (of_tokens ? queries.rows : 64), seq.q.length);
+    const int first = row_of_group(group), past = std::min(first + (of_tokens ? queries.rows : 64), seq.q.length);
+    const bool is_empty = of_tokens && (past - first) * p.pack_gqa <= 64 * group;
+    return is_empty ? first : past;
   }
 
   template <SharedKvTiles Tiles>

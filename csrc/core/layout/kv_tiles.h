@@ -105,22 +105,26 @@ struct SharedKvInterval : SplitKeys<kBlockN> {
 };
 static_assert(SharedKvTiles<SharedKvInterval<64, 2>>);
 
-// The same for rows of tokens: all groups visit what some token of the tile sees.
+// The same for rows of tokens: all groups that have rows visit what some token of the tile sees.
 template <int kBlockN>
 struct SharedKvOfTokens : SplitKeys<kBlockN> {
   using SplitKeys<kBlockN>::keys, SplitKeys<kBlockN>::count;
   TileRange range;
+  int rows;
   bool half;
 
   FC_HOST_DEVICE SharedKvOfTokens(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, KeySplit split)
       : SplitKeys<kBlockN>(p, seq, queries, split),
-        range(key_tiles(seq, p.band, queries.tile.row, queries.rows, kBlockN, keys.first).before(count)) {
+        range(key_tiles(seq, p.band, queries.tile.row, queries.rows, kBlockN, keys.first).before(count)),
+        rows(detail::at_most(queries.rows, seq.q.length - queries.tile.row) * p.pack_gqa) {
     const int last = visible_keys(seq, p.band, queries.tile.row, queries.rows).last - keys.first;
     half = last <= range.end * kBlockN - kBlockN / 2;
   }
 
   FC_HOST_DEVICE int first_key(int n) const { return keys.first + n * kBlockN; }
-  FC_HOST_DEVICE KvInterval<kBlockN> of_group(int) const { return {range, keys.first}; }
+  FC_HOST_DEVICE KvInterval<kBlockN> of_group(int group) const {
+    return {64 * group < rows ? range : TileRange{}, keys.first};
+  }
   FC_HOST_DEVICE bool ends_in_half(int) const { return half; }
 };
 static_assert(SharedKvTiles<SharedKvOfTokens<64>>);

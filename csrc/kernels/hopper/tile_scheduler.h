@@ -30,7 +30,10 @@ struct TileCounter {
     return {counter, tiles, min(tiles, workers), static_cast<unsigned>(tiles - 1)};
   }
 
-  CUTE_DEVICE int fetch() const { return first_tiles + static_cast<int>(atomicInc(counter, last)); }
+  // If each tile has a CTA there is nothing to count.
+  CUTE_DEVICE int fetch() const {
+    return first_tiles == tiles ? tiles : first_tiles + static_cast<int>(atomicInc(counter, last));
+  }
 };
 
 // Heads run in sets whose K and V fit into L2 together. In a set late rows come first (longest processing time first):
@@ -38,16 +41,19 @@ struct TileCounter {
 struct TileScheduler {
   int row_tiles, pack_gqa;
   int heads, batch, splits;  // heads / pack_gqa
+  bool by_split;  // the first splits of all tiles, then the second ones: of lengths on the device, many have few
   HeadSets sets;
 
   // `packed`: of packed queries the host knows a bound alone; with_tiles() has the tiles that exist, of all sequences.
   static TileScheduler of(const FwdParams& p, int block_m, bool packed) {
+    const int heads = p.heads / p.pack_gqa;
+    const bool by_split = !p.knows_keys();
     if (packed) {
       const int64_t most = p.total_q / block_m + p.batch;
-      return {static_cast<int>(most), p.pack_gqa, p.heads / p.pack_gqa, 1, p.num_splits, p.sets};
+      return {static_cast<int>(most), p.pack_gqa, heads, 1, p.num_splits, by_split, p.sets};
     }
     const int longest = p.dense() ? p.seqlen_q : static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
-    return {(longest + block_m - 1) / block_m, p.pack_gqa, p.heads / p.pack_gqa, p.batch, p.num_splits, p.sets};
+    return {(longest + block_m - 1) / block_m, p.pack_gqa, heads, p.batch, p.num_splits, by_split, p.sets};
   }
 
   CUTE_DEVICE TileScheduler with_tiles(int tiles_of_head) const {
@@ -58,28 +64,34 @@ struct TileScheduler {
 
   CUTE_HOST_DEVICE int64_t tiles() const { return int64_t(row_tiles) * heads * batch * splits; }
 
-  CUTE_DEVICE int split(int index) const { return index % splits; }
+  // A tile, and a split of its keys.
+  struct Part {
+    int tile, split;
+  };
+  CUTE_DEVICE Part part_of(int index) const {
+    const int tiles_of_split = row_tiles * heads * batch;
+    return by_split ? Part{index % tiles_of_split, index / tiles_of_split} : Part{index / splits, index % splits};
+  }
 
   // A tile's head, of all sequences, and its number among those of the head, the longest first.
   struct Place {
     int number, head;
   };
-  CUTE_DEVICE Place place_of(int index) const {
-    index /= splits;
-    const HeadSets::Set set = sets.of_tile(index, row_tiles, heads * batch);
-    const int place = index - set.first * row_tiles;
+  CUTE_DEVICE Place place_of(int tile) const {
+    const HeadSets::Set set = sets.of_tile(tile, row_tiles, heads * batch);
+    const int place = tile - set.first * row_tiles;
     return {place / set.heads, set.first + place % set.heads};
   }
 
-  CUTE_DEVICE QueryTile at(int index, int block_m) const {
-    const auto [number, head] = place_of(index);
+  CUTE_DEVICE QueryTile at(int tile, int block_m) const {
+    const auto [number, head] = place_of(tile);
     return {(row_tiles - 1 - number) * block_m, head % heads * pack_gqa, head / heads};
   }
   // Of packed queries.
-  CUTE_DEVICE QueryTile at(int index, const PackedRows& rows, const PackedOrder& order, PackedTiles& packed) const {
-    const auto [number, head] = place_of(index);
-    const PackedTile tile = packed.find(rows, order, number);
-    return {(tile.tiles - 1 - tile.before) * rows.tile_rows, head * pack_gqa, tile.sequence};
+  CUTE_DEVICE QueryTile at(int tile, const PackedRows& rows, const PackedOrder& order, PackedTiles& packed) const {
+    const auto [number, head] = place_of(tile);
+    const PackedTile found = packed.find(rows, order, number);
+    return {(found.tiles - 1 - found.before) * rows.tile_rows, head * pack_gqa, found.sequence};
   }
 };
 

@@ -80,9 +80,10 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     at_next.advance();
   };
   for (; index < tiles; share()) {
+    const auto [tile, number_of_split] = scheduler().part_of(index);
     const QueryTile of_cluster =
-        packed ? scheduler().at(index, PackedRows::of_queries(p, queries), lengths.order, lengths.packed)
-               : scheduler().at(index, queries);
+        packed ? scheduler().at(tile, PackedRows::of_queries(p, queries), lengths.order, lengths.packed)
+               : scheduler().at(tile, queries);
     const SeqInfo seq(p, of_cluster.batch);
     if (of_cluster.row >= seq.q.length) {
       take();
@@ -90,7 +91,7 @@ CUTE_DEVICE void produce_queries_and_keys(const ForwardParams& params, typename 
     }
     // The CTAs of a cluster alternate in having the later rows, which see more keys: none stays ahead.
     const int row = of_cluster.row + (rank + at_next.count) % C.cluster * C.block_m;
-    const KeySplit split{params.scheduler.split(index), lengths.tiles_of_split};
+    const KeySplit split{number_of_split, lengths.tiles_of_split};
     const QueryGroups groups{of_cluster, queries, {row, of_cluster.head, of_cluster.batch}, params.rows_of_head.value};
     const auto& work = *new (&storage.work[at_q.count % T::kWorkTiles]) typename T::Work(p, seq, groups, split);
     int n = loads_keys ? work.tiles.count - 1 : -1;

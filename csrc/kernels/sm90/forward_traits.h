@@ -89,7 +89,7 @@ CUTE_DEVICE int sort_queries(const ForwardParams& params, PackedOrder& order) {
 template <KernelConfig C>
 CUTE_DEVICE int tiles_of_split(const ForwardParams& params) {
   const FwdParams& p = params.p;
-  if (p.num_splits == 1 || (p.varlen.cu_k == nullptr && p.varlen.used_k == nullptr)) return 0;
+  if (p.num_splits == 1 || p.knows_keys()) return 0;
   const int queries = queries_of_tile<C>(params);
   auto sum = [](int64_t x) {
     CUTE_UNROLL
