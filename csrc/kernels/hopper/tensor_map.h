@@ -30,6 +30,9 @@ struct RaggedMap {
   int longest;
   int batch_step;  // 0 for packed sequences
 
+  // Brings the map to the SM, long before the first tile moves.
+  CUTE_DEVICE void prefetch() const { prefetch_tma_descriptor(&map); }
+
   // Loads a tile of kRows x kCols from `row` of the sequence `span`; `barrier` counts the bytes. In a cluster each CTA
   // loads a share of the rows and multicasts it to all.
   template <int kRows, int kCols, int kCluster = 1, class Element>

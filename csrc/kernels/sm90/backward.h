@@ -39,6 +39,7 @@ __global__ void __launch_bounds__(threads(C), 1) backward(const __grid_constant_
     }
     cutlass::arch::fence_barrier_init();
   }
+  if (threadIdx.x == 32) params.prefetch_inputs();
   // After this barrier the pipelines are initialised.
   __syncthreads();
   if (cutlass::canonical_warp_group_idx() == 0) {
@@ -110,8 +111,11 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   const bool waits = uses_semaphore(p.dq_accumulate) && adds_several_tiles<C>(f);
   params.tile_counter = TileCounter::of(tiles, workers, waits);
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
-  if (cudaError_t e = launch_with_pdl<backward_preprocess<C, dq_columns(C)>>({query_tiles, 32 * C.warps, 0}, stream, p,
-                                                                             !uses_semaphore(p.dq_accumulate)))
+  using Gaps = GapFills<Op::Bwd>;
+  const int fillers = f.dense() ? 0 : Gaps::kCtas;
+  if (cudaError_t e = launch_with_pdl<backward_preprocess<C, dq_columns(C)>>(
+          {query_tiles + fillers, 32 * C.warps, 0}, stream, p, Gaps::of_outputs(p), static_cast<int>(query_tiles),
+          !uses_semaphore(p.dq_accumulate)))
     return e;
   if (cudaError_t e = launch_with_pdl<main_kernel<C>()>({ctas, threads(C), smem_bytes(C)}, stream, params)) return e;
   if (split_tiles > 0) {

@@ -42,6 +42,7 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
     storage.landed_k.init(1);
     cutlass::arch::fence_barrier_init();
   }
+  if (threadIdx.x == 32) params.prefetch_inputs();
   // After this barrier the pipelines of both CTAs are initialised.
   cluster_sync();
   launch_dependent_grids();

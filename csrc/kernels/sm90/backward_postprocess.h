@@ -21,7 +21,8 @@ __global__ void __launch_bounds__(kPostprocessThreads<C>)
   using Element = typename T::Element;
   __shared__ alignas(1024) Element shared[C.block_m * C.head_dim];
   const BwdParams& p = params.p;
-  const PassTile<C> tile(p);
+  const PassTile<C> tile(p, gridDim.x - 1 - blockIdx.x);
+  if (threadIdx.x == 0 && !p.fp32_gradients) params.dq.prefetch();
   // After this wait all sums are complete.
   wait_on_dependent_grids();
   if (!tile.exists()) return;

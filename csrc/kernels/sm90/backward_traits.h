@@ -23,6 +23,13 @@ struct BackwardParams {
   TileCounter tile_counter;  // over key tiles, where each split of a tile has a number of its own
   FastDivmod splits;  // splits of a tile that is split
   RaggedMap q_strips, dout_strips;  // of sparse calls
+
+  CUTE_DEVICE void prefetch_inputs() const {
+    q.prefetch();
+    k.prefetch();
+    v.prefetch();
+    dout.prefetch();
+  }
 };
 
 template <bool kSecond, class First, class Second>

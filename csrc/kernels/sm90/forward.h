@@ -35,6 +35,12 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
       barrier.init(C.cluster + 1);  // the threads that store O, and the one that waits
     cutlass::arch::fence_barrier_init();
   }
+  if (threadIdx.x == 32) {
+    params.q.prefetch();
+    params.k.prefetch();
+    params.v.prefetch();
+    if constexpr (!C.packs_tokens()) params.out.prefetch();
+  }
   if constexpr (C.packs_tokens()) clear_rows_behind_tokens<C>(params, storage);
   // After this barrier the pipelines of the whole cluster are initialised, and rows of Q that no load writes are 0.
   if constexpr (C.cluster == 1) {
