@@ -106,8 +106,10 @@ def test_cuda_repeats_under_load(cuda, name, deterministic):
 def test_cuda_forward_repeats_a_thousand_times(cuda, kernel):
     """While other streams fill the memory's queues, and outputs take memory that held others."""
     dim, dim_v = parse(kernel).dim, parse(kernel).dim_v
-    q, k = (torch.randn(2, 1000, 20, dim, device=cuda, dtype=BF16) for _ in range(2))
-    v = torch.randn(2, 1000, 20, dim_v, device=cuda, dtype=BF16)
+    heads_k = 4 if parse(kernel).packs_tokens else 20
+    q = torch.randn(2, 1000, 20, dim, device=cuda, dtype=BF16)
+    k = torch.randn(2, 1000, heads_k, dim, device=cuda, dtype=BF16)
+    v = torch.randn(2, 1000, heads_k, dim_v, device=cuda, dtype=BF16)
     traffic = torch.empty(2**27, device=cuda)
     side = torch.cuda.Stream()
     with library.only(kernel):
