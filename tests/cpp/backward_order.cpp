@@ -46,11 +46,11 @@ BwdProblem draw_problem(Draw& draw, const KernelConfig& config) {
 }
 
 DqAccumulate dq_accumulate_of(const KernelConfig& config, const BwdProblem& p) {
-  return dq_accumulate(config, p, shares_l2(config, p, kGpu));
+  return dq_accumulate(config, p, cheapest_query_splits(config, p.fwd, kGpu), shares_l2(config, p, kGpu));
 }
 
 KeyOrder order_of(const KernelConfig& config, const BwdProblem& p) {
-  return key_order(config, p, cheapest_query_splits(config, p.fwd, kGpu.sms), dq_accumulate_of(config, p), kGpu);
+  return key_order(config, p, cheapest_query_splits(config, p.fwd, kGpu), dq_accumulate_of(config, p), kGpu);
 }
 
 }  // namespace

@@ -34,11 +34,13 @@ bool shares_l2(const KernelConfig& config, const BwdProblem& p, const Device& gp
   return double(bytes_of_query(f)) * f.seqlen_q > kCard.backward.shared_l2 * gpu.l2_bytes;
 }
 
-DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, bool shares_l2) {
+DqAccumulate dq_accumulate(const KernelConfig& config, const BwdProblem& p, const QuerySplits& splits, bool shares_l2) {
   const FwdProblem f = one_sequence(p.fwd);
   if (p.deterministic) return DqAccumulate::Serialized;
   if (shares_l2 || f.lists.on()) return DqAccumulate::Atomic;
   const bool is_grouped = f.heads != f.heads_k, is_windowed = hides_early_keys(f), is_masked = hides_late_keys(f);
+  // Under a mask the splits of a tile would wait for first tiles in the middle of their walks.
+  if (splits.queries > 1 && (is_masked || is_windowed)) return DqAccumulate::Atomic;
   int64_t seen = f.seqlen_k;  // keys that a query sees, on average
   if (is_masked) {
     const int64_t before = is_windowed ? f.band.left + 1 : f.seqlen_k - std::min(f.seqlen_q, f.seqlen_k) / 2;
@@ -97,15 +99,16 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
           .late_first = uses_semaphore(order) && !f.lists.on() && f.dense_keys() && one_head &&
                         tiles * splits.queries <= start_together,
           .heads_inside = inside,
-          .down_and_up = inside && !f.lists.on() && (!serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
+          .down_and_up =
+              inside && !packed && !f.lists.on() && (!serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
 }
 
 BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) const {
-  QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu.sms);
+  QuerySplits splits = cheapest_query_splits(config, p.fwd, gpu);
   if (p.fwd.lists.on()) splits = {};  // the lengths of lists are not known
   if (p.fp32_gradients && splits.whole_tiles > 0) splits = {};  // all tiles are split, or none
   const bool shares = shares_l2(config, p, gpu);
-  const DqAccumulate order = dq_accumulate(config, p, shares);
+  const DqAccumulate order = dq_accumulate(config, p, splits, shares);
   return {.splits = splits,
           .sums_of_splits = splits.count() > 1 || p.fp32_gradients,
           .dq_accumulate = order,

@@ -9,7 +9,7 @@
 
 namespace flash_cute::sm90 {
 
-QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, int sms) {
+QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& problem, const Device& gpu) {
   const Card::Backward& card = kCard.backward;
   constexpr int kMaxSplits = 16;
   if (problem.heads_k == 0) return {};
@@ -20,7 +20,11 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
   const double columns = 3 * config.head_dim + 2 * config.head_dim_v;
   const double all_heads_k = double(problem.heads_k) * problem.batch;
   const double step = card.product_us * config.block_m * config.block_n * columns;
-  const double merging = card.number_us * one.seqlen_k * all_heads_k * (config.head_dim + config.head_dim_v);
+  const double numbers = one.seqlen_k * all_heads_k * (config.head_dim + config.head_dim_v);  // of a split of all tiles
+  auto merging = [&](double numbers) {
+    const bool fits_l2 = numbers * sizeof(float) <= kCard.l2_kept * gpu.l2_bytes;
+    return card.kernel_us + numbers * (fits_l2 ? card.number_us_l2 : card.number_us);
+  };
   auto seeing = [&](const SeqInfo& seq, int tile) -> double {  // query tiles that see a tile of keys
     const TileRange range = query_tiles(seq, one.band, tile * rows, rows, config.block_m);
     return range.end - range.begin;
@@ -32,8 +36,8 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
     auto most = [&](double steps) { return ceil_to(steps / splits.queries, 1); };
     const Spread times{time_with(most(queries.longest)), time_with(most(queries.shortest)),
                        time_with(queries.mean / splits.queries)};
-    const double time = cost_of(times, tiles * all_heads_k * splits.count(), std::max(1, sms / config.cluster));
-    return splits.count() == 1 ? time : time + card.kernel_us + merging * splits.count();
+    const double time = cost_of(times, tiles * all_heads_k * splits.count(), std::max(1, gpu.sms / config.cluster));
+    return splits.count() == 1 ? time : time + merging(numbers * splits.count());
   };
   QuerySplits best;
   double least = card.worthwhile * time_of(best);
@@ -50,7 +54,7 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
   try_splits(0, time_of);
   // Equally long tiles leave SMs idle in the last wave: its tiles alone may be split.
   const int64_t all = tiles * int64_t(problem.heads_k) * problem.batch,
-                resident_ctas = std::max(1, sms / config.cluster);
+                resident_ctas = std::max(1, gpu.sms / config.cluster);
   const int64_t last = all % resident_ctas;
   if (all < resident_ctas || last == 0 || !problem.dense() || queries.longest > queries.shortest) return best;
   if (best.count() == 1) least = card.worthwhile_last * time_of(best);
@@ -58,9 +62,9 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
     const double whole = card.prologue_epilogue_us + step * group * queries.longest;
     const double split =
         card.prologue_epilogue_us + step * (group / splits.heads) * ceil_to(queries.longest / splits.queries, 1);
-    const double numbers = double(last) * splits.count() * rows * (config.head_dim + config.head_dim_v);
+    const double of_last = double(last) * splits.count() * rows * (config.head_dim + config.head_dim_v);
     return double(all / resident_ctas) * whole + ceil_to(double(last) * splits.count() / resident_ctas, 1) * split +
-           card.kernel_us + card.number_us * numbers;
+           merging(of_last);
   });
   return best;
 }
