@@ -7,13 +7,26 @@
 
 namespace flash_cute {
 
-// The speed of a kernel of forward, relative to its alternatives.
+// The speed of a kernel of forward.
 struct ForwardSpeed {
-  double rate;       // asymptotic, relative
+  double rate;  // of products, in TFLOP/s of all SMs, in the limit of many keys
   double tile_keys;  // overhead of a tile, in keys
 };
 
+// The speed of a kernel of decode with even splits.
+struct DecodeSpeed {
+  double start_us;  // time without keys
+  double tile_us;  // more time of a work tile, on its SM
+  double read;  // time of reading, relative to that at the memory's full bandwidth
+  double rate;  // of products, in TFLOP/s of all SMs, with rows that do not exist
+};
+
 struct Card {
+  int sms;  // of the GPU that was measured
+  double read;  // fraction of the memory's peak bandwidth at which keys are read
+  double sm_gb_s;  // at which an SM reads if others do not slow it down
+  double not_overlapped;  // of the shorter one of reading and products
+
   struct Forward {
     // Indexed by columns of K: 64, up to 128, more. For tiles of 192 or 128 queries; pairs are clusters of two CTAs.
     ForwardSpeed narrow_192, narrow_128, middle_192, middle_192_pairs, middle_128, middle_128_pairs, wide, wide_pairs;
@@ -21,30 +34,24 @@ struct Card {
     double kernel_us;  // time of one more kernel
     double number_us;  // time of an fp32 number that a split writes and combine reads
     double empty_row;  // time of an empty row, relative to a full one: it draws less power
+    double token_rows, token_rows_wide;  // rate of rows of tokens, relative to those of one head
   } forward;
 
-  // Forward instead of decode, over a cache.
+  // Lengths of a cache that only the device knows, as fractions of its capacity: their mean, and the longest.
   struct Cached {
-    double decode_overhead_us;  // time of decode without its products
-    double long_decode_us;  // decode that takes longer is long enough for forward to make up for its overhead
-    int memory_bound_rows;  // up to so many query rows decode is memory-bound
-    int near_bound_rows;  // decode's tile of so many rows takes a tenth longer than reading the keys, with 128 dims
+    double mean, longest;
+    double forward_us;  // time of forward without tiles
+    int decode_rows;  // up to so many query rows decode is as fast as memory
+    int paged_rows;  // up to so many, decode is slower than forward over pages alone
   } cached;
 
   struct Decode {
-    double rate;  // speed with tiles of 64 rows, in the units of forward's
-    double rows_of_reading;  // reading keys costs as much as so many rows of products
-    double overlapped;  // time with two overlapping CTAs per SM, relative to one
-    // With so many work tiles per SM or more, two resident CTAs beat one: for short sequences, for lengths that only
-    // the device knows, and for long sequences on a GPU with less or more than `high_gb_s`.
-    double overlap_short, overlap_unknown, overlap_long, overlap_long_high_gb_s;
-    int many_heads;  // kv heads of 64 dims, of which each has few CTAs
-    int high_gb_s;  // bandwidth per SM with which one CTA suffices for long sequences (H200: 37, H100: 25)
-    int64_t short_numbers;  // a sequence with up to so many elements of K per head is short
-    // Clusters beat even splits with up to so many blocks of 64 KB per CTA: `wide` if head dims are over 128, `unknown`
-    // if only the device knows lengths, `alone` for a single sequence.
-    int cluster_blocks, cluster_blocks_wide, cluster_blocks_all_sms, cluster_blocks_unknown, cluster_blocks_alone;
-    double all_sms, many_sms;  // fractions of the SMs that clusters keep busy
+    // Indexed by columns of K (64, up to 128, more), and rows of a tile; pairs are two CTAs an SM.
+    DecodeSpeed narrow_16, narrow_16_pairs, narrow_32, narrow_64, middle_16, middle_16_pairs, middle_32, middle_64,
+        wide_16, wide_64;
+    double scheduling_us;  // part of start_us that is not there if the host knows lengths
+    // Clusters, one a work tile: time without keys, of a block of 64 KB, and of each wave of clusters after the first.
+    double cluster_us, cluster_us_wide, cluster_block_us, cluster_wave_us, cluster_wave_us_wide;
     // Even splits: of a chunk of `large_chunk` quanta or more, 1 / tail_share goes to tail CTAs, in chunks of
     // 1 / tail_parts of it.
     int large_chunk, tail_share, tail_parts;
@@ -57,7 +64,7 @@ struct Card {
   struct Backward {
     double prologue_epilogue_us;  // time of a CTA before its first and after its last step
     double kernel_us;  // time of one more kernel
-    double number_us;  // time of an fp32 number that a split writes and combine reads
+    double number_us, number_us_l2;  // time of an fp32 number that a split writes and combine reads, from memory or L2
     double product_us;  // time of one of the products of a step, per query, key and column
     double worthwhile;  // splits of all tiles are used if they take at most this fraction of the time without splits
     double worthwhile_last;  // the same for splits of only the last wave's tiles
@@ -74,6 +81,10 @@ struct Card {
 
 // Fitted on an H200, forward's speeds with plain kernels.
 inline constexpr Card kH200 = {
+    .sms = 132,
+    .read = 0.9,
+    .sm_gb_s = 63,
+    .not_overlapped = 0.15,
     .forward = {.narrow_192 = {692, 170},
                 .narrow_128 = {534, 250},
                 .middle_192 = {692, 190},
@@ -83,27 +94,28 @@ inline constexpr Card kH200 = {
                 .wide = {660, 250},
                 .wide_pairs = {700, 250},
                 .worthwhile = 0.95,
-                .kernel_us = 3,
+                .kernel_us = 4.5,
                 .number_us = 1 / 3e5,
-                .empty_row = 0.6},
-    .cached = {.decode_overhead_us = 15, .long_decode_us = 75, .memory_bound_rows = 16, .near_bound_rows = 32},
-    .decode = {.rate = 345,
-               .rows_of_reading = 40,
-               .overlapped = 0.99,
-               .overlap_short = 1.01,
-               .overlap_unknown = 1.9,
-               .overlap_long = 3.5,
-               .overlap_long_high_gb_s = 16,
-               .many_heads = 32,
-               .high_gb_s = 30,
-               .short_numbers = 64 * 1024,
-               .cluster_blocks = 10,
-               .cluster_blocks_wide = 12,
-               .cluster_blocks_all_sms = 64,
-               .cluster_blocks_unknown = 8,
-               .cluster_blocks_alone = 20,
-               .all_sms = 0.9,
-               .many_sms = 0.3,
+                .empty_row = 0.6,
+                .token_rows = 0.9,
+                .token_rows_wide = 0.8},
+    .cached = {.mean = 0.58, .longest = 0.87, .forward_us = 6, .decode_rows = 16, .paged_rows = 32},
+    .decode = {.narrow_16 = {9.5, 2.2, 0.86, 74},
+               .narrow_16_pairs = {9.7, 2.1, 0.86, 75},
+               .narrow_32 = {11.4, 2.3, 0.93, 148},
+               .narrow_64 = {10.2, 4.2, 0.95, 148},
+               .middle_16 = {10.2, 5.1, 0.92, 95},
+               .middle_16_pairs = {10.9, 3.7, 0.92, 95},
+               .middle_32 = {11.4, 7.3, 0.92, 176},
+               .middle_64 = {15, 7.1, 1.1, 256},
+               .wide_16 = {13.4, 5.2, 1, 80},
+               .wide_64 = {13, 12.3, 1, 125},
+               .scheduling_us = 2.2,
+               .cluster_us = 4.5,
+               .cluster_us_wide = 7,
+               .cluster_block_us = 1.1,
+               .cluster_wave_us = 6.1,
+               .cluster_wave_us_wide = 11.2,
                .large_chunk = 128,
                .tail_share = 16,
                .tail_parts = 8,
@@ -114,6 +126,7 @@ inline constexpr Card kH200 = {
     .backward = {.prologue_epilogue_us = 4,
                  .kernel_us = 2.5,
                  .number_us = 2 * 4 / 3e6,
+                 .number_us_l2 = 2 * 4 / 4e6,
                  .product_us = 4.2e-7,
                  .worthwhile = 0.95,
                  .worthwhile_last = 0.99,

@@ -10,11 +10,6 @@
 
 namespace flash_cute {
 
-// The cost of a microsecond, in units that depend on a kernel's head dims.
-static double cost_per_us(const KernelConfig& config, int sms) {
-  return 1e6 / (2.0 * (config.head_dim + config.head_dim_v) * sms);
-}
-
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
   return a.op != Op::Bwd && a.op == b.op && (a.arch == b.arch || a.op == Op::Decode) && a.dtype == b.dtype &&
          a.tier == b.tier && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v &&
@@ -57,7 +52,7 @@ static double resident_ctas_of(const KernelConfig& config, int sms) {
 }
 
 int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms) {
-  constexpr int kMaxSplits = 64, kWaves = 2;
+  constexpr int kMaxSplits = 128, kWaves = 2;
   if (!family_of(config).facts.takes_overrides || config.walks_lists()) return 1;
   if (!problem.dense() && config.cluster > 1) return 1;
   const FwdProblem one = one_sequence(problem);
@@ -67,39 +62,47 @@ int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads
   return std::max(1, static_cast<int>(std::min<double>(most, of_waves)));
 }
 
-SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms, int num_splits) {
+SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, const Device& gpu,
+                          int num_splits) {
   if (!problem.dense() && config.cluster > 1) return {std::numeric_limits<double>::infinity(), 1};
   const Card::Forward& card = kCard.forward;
   const FwdProblem one = one_sequence(problem);
   const FwdProblem longest = longest_sequence(problem);
-  const auto [rate, tile_keys] = family_of(config).forward_speed(config);
+  const auto [rate_of_all, tile_keys] = family_of(config).forward_speed(config);
+  // With so few queries all CTAs of a cluster but the first one are idle.
+  const double rate = longest.seqlen_q <= config.block_m ? rate_of_all / config.cluster : rate_of_all;
   // Under a band the CTAs of a cluster see different keys, and wait for each other.
   const bool banded = !one.band.is_open();
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
   const int rows = queries_of_tile(config, one), tiles = row_tiles(config, one);
   const double work_tiles = double(tiles) * (problem.heads / heads) * problem.batch;
-  const double resident_ctas = resident_ctas_of(config, sms);
+  const double resident_ctas = resident_ctas_of(config, gpu.sms);
   const double filled_rows = std::min(1.0, double(one.seqlen_q) * heads / config.block_m);  // of the fullest CTA
   const double filled = tiles == 1 ? card.empty_row + (1 - card.empty_row) * filled_rows : 1;
   const double merging = card.number_us * problem.all_rows() * problem.heads * config.head_dim_v;
-  auto cost_with = [&](int splits) {
-    auto cost_of_tile = [&](const FwdProblem& p, int tile) {
+  const bool is_only_reader = tiles == 1 && heads * problem.heads_k == problem.heads;  // of its keys
+  auto time_with = [&](int splits) {
+    auto time_of_tile = [&](const FwdProblem& p, int tile) {
       const RowSpan keys = visible_keys(SeqInfo(p, 0), p.band, tile * rows, rows);
       const double of_split = ceil_to(double(std::max(0, keys.last - keys.first)) / splits, config.block_n);
-      return (of_split + tile_keys + waiting_keys) * config.block_m / rate * filled;
+      const double products = filled * products_us(config, config.block_m, of_split + waiting_keys, rate);
+      const double readers = std::min(work_tiles * splits, resident_ctas);
+      const double reading = is_only_reader ? reading_us(one, of_split, readers, gpu) : 0;
+      const double together = std::max(products, reading) + kCard.not_overlapped * std::min(products, reading);
+      return together + filled * products_us(config, config.block_m, tile_keys, rate);
     };
-    Spread costs = spread(tiles, [&](int tile) { return cost_of_tile(one, tile); });
-    if (!problem.dense()) costs.longest = cost_of_tile(longest, std::max(0, row_tiles(config, longest) - 1));
-    const double passes_us = splits == 1 ? 0 : card.kernel_us + merging * splits;
-    return cost_of(costs, work_tiles * splits, resident_ctas) + passes_us * cost_per_us(config, sms);
+    Spread times = spread(tiles, [&](int tile) { return time_of_tile(one, tile); });
+    if (!problem.dense()) times.longest = time_of_tile(longest, std::max(0, row_tiles(config, longest) - 1));
+    const double passes = splits == 1 ? 0 : card.kernel_us + merging * splits;
+    return cost_of(times, work_tiles * splits, resident_ctas) + passes;
   };
-  const int most = most_splits(config, problem, heads, sms);
-  if (1 <= num_splits && num_splits <= most) return {cost_with(num_splits), num_splits};
-  const double whole = cost_with(1);
+  const int most = most_splits(config, problem, heads, gpu.sms);
+  if (1 <= num_splits && num_splits <= most) return {time_with(num_splits), num_splits};
+  const double whole = time_with(1);
   SplitCost best{whole, 1};
   for (int splits = 2; splits <= most; ++splits) {
-    const double cost = cost_with(splits);
-    if (cost < best.cost && cost < card.worthwhile * whole) best = {cost, splits};
+    const double us = time_with(splits);
+    if (us < best.us && us < card.worthwhile * whole) best = {us, splits};
   }
   return best;
 }
@@ -109,21 +112,19 @@ double cost(const KernelConfig& config, const DecodeProblem& problem, const Devi
 }
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu, const FwdOverrides& overrides) {
-  return cheapest_splits(config, problem, packed_heads(config, problem, overrides), gpu.sms, overrides.num_splits).cost;
+  return cheapest_splits(config, problem, packed_heads(config, problem, overrides), gpu, overrides.num_splits).us;
 }
 
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu, const FwdOverrides& overrides) {
   const Card::Cached& card = kCard.cached;
   const int64_t rows = int64_t(p.fwd.seqlen_q) * (p.fwd.heads / std::max(1, p.fwd.heads_k));
-  if (!family_of(forward).facts.reads_caches || rows <= card.memory_bound_rows) return false;
-  const double decode_us = cost(decode, p, gpu) / cost_per_us(decode, gpu.sms);
-  if (rows <= decode.block_m && decode.block_m == card.near_bound_rows) {
-    // Over pages forward is always faster in spite of its overhead.
-    const bool reads_keys_once = packed_heads(forward, p.fwd, overrides) * p.fwd.heads_k == p.fwd.heads;
-    return reads_keys_once && decode.head_dim > 64 && (p.fwd.pages.ids != nullptr || decode_us > card.long_decode_us);
-  }
-  return cost(forward, p.fwd, gpu, overrides) / cost_per_us(forward, gpu.sms) < decode_us + card.decode_overhead_us;
+  if (rows <= card.decode_rows) return false;
+  const bool reads_keys_once = packed_heads(forward, p.fwd, overrides) * p.fwd.heads_k == p.fwd.heads;
+  if (p.fwd.pages.ids != nullptr && rows <= card.paged_rows && decode.head_dim > 64 && reads_keys_once) return true;
+  FwdProblem expected = p.fwd;
+  expected.seqlen_k = static_cast<int>(expected_keys(p, false));
+  return card.forward_us + cost(forward, expected, gpu, overrides) < cost(decode, p, gpu);
 }
 
 }  // namespace flash_cute

@@ -28,25 +28,24 @@ int packed_heads(const KernelConfig& config, const FwdProblem& problem, const Fw
 // 1 for kernels without splits.
 int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms);
 
-// The cost of a forward on `sms` multiprocessors with so many heads per tile, to compare alternatives, with the
-// override's number of splits if the kernel supports it, else with the best one. Of packed
-// lengths the host knows the mean and the longest. Clusters then cost infinity: short sequences would idle some of their CTAs.
+// Microseconds of the tiles and passes of a forward with so many heads a tile, with the override's number of splits if
+// the kernel supports it, else with the best one. Of packed lengths the host knows the mean and the longest. Clusters
+// then cost infinity: short sequences would idle some of their CTAs.
 struct SplitCost {
-  double cost;
+  double us;
   int num_splits;
 };
-SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, int sms,
+SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem, int heads, const Device& gpu,
                           int num_splits = 0);
 
 double cost(const KernelConfig& config, const FwdProblem& problem, const Device& gpu,
             const FwdOverrides& overrides = {});
 
-// The cost of decode with even splits: products of all query tiles with all keys, and reading the keys. For a kernel in
-// clusters 0 or infinity: whether clusters suit.
+// Microseconds of decode, with lengths as the host expects them.
 double cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu, const FwdOverrides& = {});
 
-// Whether a forward kernel may replace decode over a cache, and is likely faster. Never if one tile of 16 rows (or,
-// with exceptions, 32) has all rows of a kv head: decode is memory-bound there, which forward's cost does not model.
+// Whether a forward kernel is likely faster than decode over a cache. Never if one tile of 16 rows has all rows of a kv
+// head: decode is memory-bound there.
 bool forward_is_cheaper(const KernelConfig& forward, const KernelConfig& decode, const DecodeProblem& p,
                         const Device& gpu, const FwdOverrides& overrides = {});
 

@@ -62,16 +62,16 @@ std::string beyond_limit(const KernelConfig& config, const Problem<op>& problem,
   std::string reasons;
   if (!is_allowed(config)) add_reason(reasons, "not one of the kernels that this thread is limited to");
   if constexpr (op == Op::Fwd) {
-    auto add = [&](const char* name, int number, const char* most, int heads_or_splits) {
-      add_reason(reasons, name + (" is " + std::to_string(number)) + "; it supports " + most + "up to " +
+    auto add = [&](const char* name, int number, const char* which, int heads_or_splits) {
+      add_reason(reasons, name + (" is " + std::to_string(number)) + "; it supports " + which +
                               std::to_string(heads_or_splits) + " for this call");
     };
     const auto& [num_splits, heads] = overrides_of_limit();
     if (heads > 0 && !may_pack(config, problem, heads)) {
-      add("pack_gqa", heads, "powers of two ", pack_gqa(config, problem));
+      add("pack_gqa", heads, config.packs_tokens() ? "only " : "powers of two up to ", pack_gqa(config, problem));
     } else if (num_splits > 0) {
       const int most = most_splits(config, problem, heads > 0 ? heads : pack_gqa(config, problem), gpu.sms);
-      if (num_splits > most) add("num_splits", num_splits, "", most);
+      if (num_splits > most) add("num_splits", num_splits, "up to ", most);
     }
   }
   return reasons;

@@ -30,11 +30,12 @@ void plan_order(const KernelConfig& config, const FwdProblem& p, const Device& g
 
 FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device& gpu, const FwdOverrides& overrides) {
   const int heads = packed_heads(config, p, overrides);
-  FwdPlan plan{.num_splits = cheapest_splits(config, p, heads, gpu.sms, overrides.num_splits).num_splits,
+  FwdPlan plan{.num_splits = cheapest_splits(config, p, heads, gpu, overrides.num_splits).num_splits,
                .pack_gqa = heads,
+               .sets = {},
                .resident = family_of(config).resident(config, gpu)};
   // Of a cache the host knows the capacity alone. If most sequences are shorter, the longest gets more splits.
-  if (p.varlen.used_k != nullptr && plan.num_splits > 1 && overrides.num_splits == 0) {
+  if (p.varlen.used_k != nullptr && p.batch > 1 && plan.num_splits > 1 && overrides.num_splits == 0) {
     plan.num_splits = std::max(plan.num_splits, std::min(2 * plan.num_splits, most_splits(config, p, heads, gpu.sms)));
   }
   plan_order(config, p, gpu, plan);

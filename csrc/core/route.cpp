@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "core/calibration.h"
+#include "core/family.h"
 #include "core/heuristics.h"
 #include "core/limit.h"
 #include "core/refusal.h"
@@ -72,7 +73,7 @@ struct RouteChooser {
 
   void add_cached(Route& route, const DecodeProblem& p) const {
     const CacheKernels found = find_cache_kernels(kernels, p, gpu);
-    if (found.decode == nullptr) raise<Op::Decode>(p);
+    if (found.decode == nullptr && !found.forward_is_taken) raise<Op::Decode>(p);
     if (found.forward_is_taken) {
       FwdProblem problem = in_pages(p);
       if (p.added.total > 0) problem.varlen.used_k = &kPlaceholderLengths;
@@ -108,12 +109,13 @@ bool may_be_forward(const DecodeProblem& p) {
 
 CacheKernels find_cache_kernels(const Kernels& kernels, const DecodeProblem& p, const Device& gpu) {
   CacheKernels found{find_kernel<Op::Decode>(kernels, p, gpu, true)};
-  if (found.decode == nullptr || !may_be_forward(p)) return found;
+  if (!may_be_forward(p)) return found;
   const KernelConfig* const measured = calibrated<Op::Decode>(p, gpu);
-  if (measured != nullptr && same_kernel(*measured, *found.decode)) return found;
+  if (measured != nullptr && found.decode != nullptr && same_kernel(*measured, *found.decode)) return found;
   found.forward = find_kernel<Op::Fwd>(kernels, p.fwd, gpu, false);
+  if (found.forward == nullptr || !family_of(*found.forward).facts.reads_caches) return found;
   found.forward_is_taken =
-      found.forward != nullptr && forward_is_cheaper(*found.forward, *found.decode, p, gpu, overrides_of_limit());
+      found.decode == nullptr || forward_is_cheaper(*found.forward, *found.decode, p, gpu, overrides_of_limit());
   return found;
 }
 
@@ -156,9 +158,7 @@ Route choose_route(const Kernels& kernels, const DecodeProblem& problem, const D
 
 Step<Op::Bwd> choose_route(const Kernels& kernels, const BwdProblem& problem, const Device& gpu) {
   const KernelConfig& kernel = RouteChooser{kernels, gpu}.kernel<Op::Bwd>(problem, true);
-  return {&kernel,
-          make_plan(kernel, problem, gpu),
-          {.zero_fill = !problem.fwd.dense(), .sink_gradient = problem.dsink != nullptr}};
+  return {&kernel, make_plan(kernel, problem, gpu), {.sink_gradient = problem.dsink != nullptr}};
 }
 
 DecodeProblem over_pages(const FwdProblem& problem, const int* lengths) {

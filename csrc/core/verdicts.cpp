@@ -80,7 +80,7 @@ void judge_over_cache(std::vector<Verdict>& all, const PlanRequest& request, con
   const CacheKernels found = find_cache_kernels(request.kernels(), p, request.gpu);
   const Candidates<Op::Decode> decode(request, p, true);
   decode.judge(all, found.forward_is_taken ? "estimated to take longer than " + found.forward->id() : "");
-  if (found.decode == nullptr || !may_be_forward(p)) return;
+  if (!may_be_forward(p) || (found.decode == nullptr && !found.forward_is_taken)) return;
   const Candidates<Op::Fwd> forward(request, p.fwd, false);
   forward.judge(all, found.forward_is_taken ? "" : "over a cache " + found.decode->id() + " is preferred");
 }

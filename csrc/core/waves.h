@@ -1,17 +1,36 @@
-// Waves of a problem's tiles on a GPU's SMs, for cost models.
+// Times of products and of reading, and waves of a problem's tiles on a GPU's SMs, for cost models.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 #include <limits>
 
+#include "core/card.h"
+#include "core/config.h"
 #include "core/problem.h"
 
 namespace flash_cute {
 
+// Microseconds of the products of so many rows and keys on one SM, at a rate in TFLOP/s of the GPU that was measured.
+inline double products_us(const KernelConfig& config, double rows, double keys, double rate) {
+  return rows * keys * 2 * (config.head_dim + config.head_dim_v) * kCard.sms / (rate * 1e6);
+}
+
+// Microseconds in which each of so many SMs reads so many keys and values of its own from memory.
+inline double reading_us(const FwdProblem& p, double keys, double sms, const Device& gpu) {
+  const double bytes = keys * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype);
+  return bytes / (1e3 * std::min(kCard.read * gpu.memory_gb_s / sms, kCard.sm_gb_s));
+}
+
 inline double ceil_to(double value, double step) {
   const auto steps = static_cast<int64_t>(value / step);
   return step * static_cast<double>(steps * step < value ? steps + 1 : steps);
+}
+
+// Keys of a sequence of a cache, on average or of the longest one, as far as the host can expect.
+inline double expected_keys(const DecodeProblem& p, bool longest) {
+  if (p.is_uniform()) return p.fwd.seqlen_k;
+  return p.fwd.seqlen_k * (longest || p.fwd.batch == 1 ? kCard.cached.longest : kCard.cached.mean);
 }
 
 // One sequence of the problem; packed ones have the mean length.

@@ -18,7 +18,7 @@ from flash_cute.native import limits
 from flash_cute.native.library import can_use_cuda, has_cuda_kernels
 from flash_cute.native.library import kernels as built_kernels
 
-MOST_SPLITS = 64  # of the keys, in a call of Hopper's forward
+MOST_SPLITS = 128  # of the keys, in a call of Hopper's forward
 
 
 @dataclass(frozen=True)

@@ -99,9 +99,9 @@ TEST_CASE("a mask does not cost more") {
     FwdProblem p = draw_problem(draw, config);
     CAPTURE(config.id());
     CAPTURE(p);
-    const double whole = cheapest_splits(config, p, pack_gqa(config, p), 132).cost;
+    const double whole = cheapest_splits(config, p, pack_gqa(config, p), kH100).us;
     p.band.right = 0;
-    CHECK(0.95 * cheapest_splits(config, p, pack_gqa(config, p), 132).cost <= whole);
+    CHECK(0.95 * cheapest_splits(config, p, pack_gqa(config, p), kH100).us <= whole);
   }
 }
 
@@ -111,7 +111,7 @@ TEST_CASE("forward's splits have keys, and are Hopper's alone") {
   for (int n = 0; n < 3000; ++n) {
     const KernelConfig config = any_of(draw, Op::Fwd);
     const FwdProblem p = draw_problem(draw, config);
-    const int splits = cheapest_splits(config, p, pack_gqa(config, p), 132).num_splits;
+    const int splits = cheapest_splits(config, p, pack_gqa(config, p), kH100).num_splits;
     CAPTURE(config.id());
     CAPTURE(p);
     CHECK(splits >= 1);
@@ -130,7 +130,7 @@ TEST_CASE("packed sequences are not for clusters") {
     p.varlen.cu_q = p.varlen.cu_k = &somewhere;
     p.total_q = int64_t(p.batch) * p.seqlen_q;
     p.total_k = int64_t(p.batch) * p.seqlen_k;
-    CHECK(std::isinf(cheapest_splits(config, p, pack_gqa(config, p), 132).cost) == (config.cluster > 1));
+    CHECK(std::isinf(cheapest_splits(config, p, pack_gqa(config, p), kH100).us) == (config.cluster > 1));
   }
 }
 
@@ -176,10 +176,9 @@ TEST_CASE("a plan has what is given if the kernel can do it, else the estimate")
     CHECK(plan.pack_gqa == (may_pack(config, p, overrides.pack_gqa) ? overrides.pack_gqa : free.pack_gqa));
     CHECK(free.pack_gqa % plan.pack_gqa == 0);
     const int most = most_splits(config, p, plan.pack_gqa, gpu.sms);
-    CHECK(cheapest_splits(config, p, plan.pack_gqa, gpu.sms).num_splits <= most);
+    CHECK(cheapest_splits(config, p, plan.pack_gqa, gpu).num_splits <= most);
     const bool can = overrides.num_splits >= 1 && overrides.num_splits <= most;
-    CHECK(plan.num_splits ==
-          (can ? overrides.num_splits : cheapest_splits(config, p, plan.pack_gqa, gpu.sms).num_splits));
+    CHECK(plan.num_splits == (can ? overrides.num_splits : cheapest_splits(config, p, plan.pack_gqa, gpu).num_splits));
     CHECK((most == 1 || config.arch == Arch::Sm90));
     CHECK((most - 1) * config.block_n < std::max(1, p.seqlen_k));
     split += can && overrides.num_splits > 1;

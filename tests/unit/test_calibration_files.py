@@ -259,7 +259,7 @@ BAD_ENTRIES = {
     "misspelt": (ANY_BUCKET, {"num_split": 2}, "has num_split; expected kernel, num_splits"),
     "op": (ANY_BUCKET.replace(" fwd ", " bwd "), None, "does not do bwd in bf16"),
     "dtype": (ANY_BUCKET.replace("bf16", "fp16"), None, "does not do fwd in fp16"),
-    "splits": (ANY_BUCKET, {"num_splits": 65}, "num_splits is 65; at most 64 are possible"),
+    "splits": (ANY_BUCKET, {"num_splits": 129}, "num_splits is 129; at most 128 are possible"),
     "pack": (ANY_BUCKET, {"pack_gqa": 3}, "pack_gqa is 3; expected a power of two"),
 }
 

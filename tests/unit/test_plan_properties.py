@@ -55,7 +55,7 @@ def test_a_plan_of_forward_obeys_overrides(problem, num_splits, pack_gqa, gpu):
                 plan = k.plan(problem, gpu)
             except RuntimeError as error:
                 ((name, number),) = asked.items()
-                assert number > 1
+                assert number > 1 or free.kernel.tiles == "tokens"  # which have whole groups
                 assert f"{free.kernel.id}: {name} is {number}; it supports" in str(error)
                 continue
         assert {name: getattr(plan, name) for name in asked} == asked

@@ -16,11 +16,11 @@ class _Planned(Exception):
     """Stops a call once its problem is known."""
 
 
-def test_routes_are_what_an_h100_ran(monkeypatch):
+def test_routes_are_what_an_h200_ran(monkeypatch):
     """300 recorded calls, planned from sizes alone."""
 
     def plan(qkv, op, problem, kernel=None):
-        raise _Planned(*kernels.plan(problem(op), "h100").launches)
+        raise _Planned(*kernels.plan(problem(op), "h200").launches)
 
     monkeypatch.setattr(plan_log, "say", plan)
     seen = 0

@@ -3,6 +3,7 @@
 #include <stdexcept>
 
 #include "core/layout/decode_scheduler.h"
+#include "core/waves.h"
 #include "kernels/sm80/family.h"
 #include "kernels/sm80/resources.h"
 
@@ -15,14 +16,15 @@ bool fit_at_once(const KernelConfig& config, const Device& gpu) {
   return config.ctas * (smem_bytes(config) + kKept) <= gpu.smem_optin + kKept;
 }
 
-// With so many work tiles per SM or more, two resident CTAs beat one: overlap pays for short sequences and unknown
-// lengths. On GPUs with high bandwidth one CTA suffices for long sequences, since tail CTAs balance the load.
-double tiles_to_overlap(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
+// `pairs`: two CTAs an SM, of kernels that exist with one, too.
+const DecodeSpeed& speed_of(const KernelConfig& config, bool pairs) {
   const Card::Decode& card = kCard.decode;
-  if (int64_t(p.fwd.seqlen_k) * config.head_dim <= card.short_numbers) return card.overlap_short;
-  if (!p.is_uniform()) return card.overlap_unknown;
-  const bool has_few_ctas = config.head_dim <= 64 && p.fwd.heads_k >= card.many_heads;
-  return has_few_ctas || gpu.memory_gb_s < card.high_gb_s * gpu.sms ? card.overlap_long : card.overlap_long_high_gb_s;
+  if (config.head_dim > 128) return config.block_m == 16 ? card.wide_16 : card.wide_64;
+  const bool narrow = config.head_dim == 64;
+  if (config.block_m == 64) return narrow ? card.narrow_64 : card.middle_64;
+  if (config.block_m == 32) return narrow ? card.narrow_32 : card.middle_32;
+  if (pairs) return narrow ? card.narrow_16_pairs : card.middle_16_pairs;
+  return narrow ? card.narrow_16 : card.middle_16;
 }
 
 // Moves a share of large chunks to tail CTAs with small chunks, which start on SMs that finish early.
@@ -67,15 +69,16 @@ void plan_uniform(DecodeParams& p, const KernelConfig& config) {
 }  // namespace
 
 double Sm80Family::decode_cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) const {
-  // A tile with all rows of a kv head, up to 64, is the cheapest.
-  const Card::Decode& card = kCard.decode;
   const FwdProblem& problem = p.fwd;
   const int64_t rows = int64_t(problem.seqlen_q) * (problem.heads / std::max(1, problem.heads_k));
-  const int64_t tiles = (rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch;
-  const bool overlaps =
-      config.ctas > 1 && fit_at_once(config, gpu) && tiles >= tiles_to_overlap(p, config, gpu) * gpu.sms;
-  const double overlap = overlaps ? card.overlapped : 1;
-  return overlap * double(tiles) * problem.seqlen_k * (config.block_m + card.rows_of_reading) / card.rate / gpu.sms;
+  const auto tiles =
+      static_cast<double>((rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch);
+  const DecodeSpeed& speed = speed_of(config, config.ctas > 1 && fit_at_once(config, gpu));
+  const double keys = tiles * expected_keys(p, false);
+  const double reading = speed.read * reading_us(problem, keys / gpu.sms, gpu.sms, gpu);
+  const double products = products_us(config, config.block_m, keys, speed.rate) / gpu.sms;
+  const double known = p.is_uniform() ? kCard.decode.scheduling_us : 0;
+  return speed.start_us - known + speed.tile_us * tiles / gpu.sms + std::max(reading, products);
 }
 
 void Sm80Family::plan_decode(DecodeParams& p, const KernelConfig& config, const Device&) const {

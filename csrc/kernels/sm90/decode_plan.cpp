@@ -1,8 +1,8 @@
 // Decode by clusters, one per work tile: when, and of how many CTAs.
 #include <algorithm>
-#include <limits>
 
 #include "core/layout/tiles.h"
+#include "core/waves.h"
 #include "kernels/sm90/family.h"
 
 namespace flash_cute::sm90 {
@@ -20,29 +20,19 @@ int ctas_of_tile(const DecodeProblem& p, const KernelConfig& config, const Devic
   return best;
 }
 
-// Whether clusters beat even splits: all clusters must run at once, and a CTA has few blocks, or nearly all SMs have a
-// CTA. With lengths on the device some CTAs may get all the work, but even splits take longer to schedule; a single
-// sequence never waits for others.
-static bool clusters_suit(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) {
+double Sm90Family::decode_cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) const {
   const Card::Decode& card = kCard.decode;
   const FwdProblem& f = p.fwd;
-  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k)),
-                work_tiles = int64_t(f.heads_k) * f.batch;
-  if (rows > config.block_m || work_tiles > gpu.clusters[1]) return false;
+  const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k));
+  const auto tiles = static_cast<double>((rows + config.block_m - 1) / config.block_m * f.heads_k * f.batch);
   const int ctas = ctas_of_tile(p, config, gpu);
-  const int blocks_of_cta = detail::ceil_div(detail::ceil_div(f.seqlen_k, config.block_n), ctas);
-  const double busy = double(work_tiles) * ctas / gpu.sms;
-  const bool wide = config.head_dim > 128;  // the even splits have half the warps
-  if (!p.is_uniform()) {
-    const bool alone = f.batch == 1 && busy > card.many_sms && !wide;
-    return blocks_of_cta <= (alone ? card.cluster_blocks_alone : card.cluster_blocks_unknown);
-  }
-  if (busy > card.all_sms) return blocks_of_cta <= card.cluster_blocks_all_sms;
-  return blocks_of_cta <= (wide ? card.cluster_blocks_wide : card.cluster_blocks);
-}
-
-double Sm90Family::decode_cost(const KernelConfig& config, const DecodeProblem& p, const Device& gpu) const {
-  return clusters_suit(config, p, gpu) ? 0 : std::numeric_limits<double>::infinity();
+  const double waves = std::max(1.0, ceil_to(tiles * ctas / gpu.sms, 1));
+  const double keys = expected_keys(p, waves == 1), blocks = ceil_to(keys / config.block_n, 1);
+  const double time_of_blocks = waves * ceil_to(blocks / ctas, 1) * card.cluster_block_us;
+  const bool wide = config.head_dim > 128;  // half the warps
+  const double later = (waves - 1) * (wide ? card.cluster_wave_us_wide : card.cluster_wave_us);
+  const double reading = reading_us(f, tiles * expected_keys(p, false) / gpu.sms, gpu.sms, gpu);
+  return (wide ? card.cluster_us_wide : card.cluster_us) + std::max(time_of_blocks + later, reading);
 }
 
 void Sm90Family::plan_decode(DecodeParams& p, const KernelConfig& config, const Device& gpu) const {

@@ -24,12 +24,19 @@ int Sm90Family::threads(const KernelConfig& config) const {
   return sm90::threads(config);
 }
 
-ForwardSpeed Sm90Family::forward_speed(const KernelConfig& config) const {
+static ForwardSpeed speed_of(const KernelConfig& config) {
   const Card::Forward& card = kCard.forward;
   if (config.head_dim == 64) return config.block_m == 192 ? card.narrow_192 : card.narrow_128;
   if (config.head_dim > 128) return config.cluster == 2 ? card.wide_pairs : card.wide;
   if (config.block_m == 192) return config.cluster == 2 ? card.middle_192_pairs : card.middle_192;
   return config.cluster == 2 ? card.middle_128_pairs : card.middle_128;
+}
+
+ForwardSpeed Sm90Family::forward_speed(const KernelConfig& config) const {
+  ForwardSpeed speed = speed_of(config);
+  const Card::Forward& card = kCard.forward;
+  if (config.packs_tokens()) speed.rate *= config.head_dim > 128 ? card.token_rows_wide : card.token_rows;
+  return speed;
 }
 
 int Sm90Family::max_pack_gqa(const KernelConfig& config) const {
