@@ -24,20 +24,21 @@ from torch.profiler import ProfilerActivity, profile
 import flash_cute
 from flash_cute.kernels import plan_log
 
-RECORD = Path(__file__).parent / "golden" / "cached_kernels_h100.jsonl.gz"
+RECORD = Path(__file__).parent / "golden" / "cached_kernels_h200.jsonl.gz"
 SEED, COUNT = 20261128, 300
 _MOST_BYTES = 128 << 20  # of a cache
 _MARK = "erfinv"  # torch's kernel before and after each call
 _PASSES = {
-    "append_and_rotate": "append_keys", "count_keys": "count_paged_keys", "fill": "zero_fill",
+    "append_and_rotate": "append_keys", "count_keys": "count_paged_keys", "fill_gaps": "zero_fill",
     "gather": "gather_pages", "merge_rows": "combine_splits",
 }  # fmt: skip
 _CONFIG = re.compile(r"KernelConfig\{([^}]*)\}")
 _NUMBER = re.compile(r"(?:\([^)]*\))?(-?\d+)")
-_OPS, _DTYPES, _TIERS = (
+_OPS, _DTYPES, _TIERS, _TILES = (
     ("fwd", "bwd", "decode"),
     ("fp16", "bf16", "tf32", "tf32x3"),
     ("plain", "rich"),
+    ("", "_list", "_tokens"),
 )
 
 
@@ -139,10 +140,10 @@ def kernel_name(name: str) -> str:
     if found is None:
         return renamed(re.sub(r"[<(].*", "", plain).split("::")[-1])
     op, arch, dtype, tier, *rest = (int(x) for x in _NUMBER.findall(found[1]))
-    dims, (m, n, stages, warps, ctas), cluster = rest[:2], rest[2:7], rest[7:8]
+    dims, (m, n, stages, warps, ctas), cluster, tiles = rest[:2], rest[2:7], rest[7:8], rest[8:9]
     kind = f"{_OPS[op]}_sm{arch}_{_DTYPES[dtype]}_{_TIERS[tier]}_d{dims[0]}x{dims[1]}"
     suffix = f"_x{cluster[0]}" if arch == 90 and cluster else ""
-    return f"{kind}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}"
+    return f"{kind}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}{_TILES[tiles[0] if tiles else 0]}"
 
 
 def renamed(function: str) -> str:
@@ -157,7 +158,7 @@ def launches_of(line: str) -> list[str]:
 
 
 def recorded() -> list[dict[str, Any]]:
-    """The calls that were recorded on an H100."""
+    """The calls that were recorded on an H200."""
     lines = gzip.decompress(RECORD.read_bytes()).decode().splitlines()
     return [json.loads(line) for line in lines[1:]]
 
