@@ -257,6 +257,20 @@ def test_kernel(cuda, name, seqlens_q):
         check(make_cache_inputs(case, cuda))
 
 
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("name", [k for k in library.kernels() if k.startswith("decode")])
+def test_tiles_that_a_short_sequence_does_not_have(cuda, name, page_size):
+    """Nothing is written for them: their rows are those of the next sequences, or of none."""
+    kernel = parse(name)
+    case = CacheCase(
+        lengths=(40, 90, 17, 3), seqlens_q=(1, 70, 0, 5), page_size=page_size, heads=8, heads_k=2,
+        dim=kernel.dim, dim_v=kernel.dim_v, dtype=kernel.dtype, is_causal=True,
+    )  # fmt: skip
+    with library.only(name):
+        for _ in range(5):
+            check(make_cache_inputs(case, cuda))
+
+
 @pytest.mark.xdist_group("memory")
 @pytest.mark.parametrize(
     ("heads_k", "keys", "dim", "bytes_of_cta"),

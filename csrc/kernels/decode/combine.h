@@ -75,12 +75,12 @@ class TeamMerge {
 
  public:
   CUTE_DEVICE TeamMerge(const DecodeParams& p, const KvSplit& split)
-      : p_(p), split_(split), count_(rows_of(p, split, C.block_m) * kAcross), first_(place_of(threadIdx.x)) {}
+      : p_(p), split_(split), count_(max(0, rows_of(p, split, C.block_m)) * kAcross), first_(place_of(threadIdx.x)) {}
 
   // The teams' results lie in their tiles of `stage`.
   template <class Storage>
   CUTE_DEVICE void operator()(Storage& storage, int stage) const {
-    if (threadIdx.x < count_) merge(storage, stage, threadIdx.x, first_);
+    if (static_cast<int>(threadIdx.x) < count_) merge(storage, stage, threadIdx.x, first_);
     CUTE_NO_UNROLL
     for (int i = threadIdx.x + C.threads(); i < count_; i += C.threads()) merge(storage, stage, i, place_of(i));
   }

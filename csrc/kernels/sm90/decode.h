@@ -196,9 +196,15 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   }
   const KvSplit& split = chunk.split;
   const int rows = decode::rows_of(p, split, C.block_m);
+  if (rows <= 0) {  // of a packed sequence with fewer queries than the longest one
+    // No CTA may exit earlier: the next kernel waits for this one only, and others of the cluster may still arrive.
+    wait_on_dependent_grids();
+    cute::cluster_wait();
+    return;
+  }
   if (threadIdx.x == 0) {
     constexpr int kSum = sizeof(RowSum) / sizeof(float);  // numbers
-    storage.handed_over.arrive_and_expect_tx(max(0, rows) * place.ctas * (place.columns() + kSum) * sizeof(float));
+    storage.handed_over.arrive_and_expect_tx(rows * place.ctas * (place.columns() + kSum) * sizeof(float));
   }
   if (p.uniform.known && should_prefetch_kv(p, split)) decode::prefetch_kv_l2<1, C>(p, chunk);
   // After this wait the page table is final; the append leaves it alone, too.
