@@ -35,6 +35,7 @@ template <class Element, int kRows, int kWarps, int kTogether>
 __global__ void __launch_bounds__(32 * kRows * kWarps) merge_rows(const __grid_constant__ FwdParams p) {
   static_assert(kRows == 1 || kWarps == 1);
   using Values = cutlass::AlignedArray<float, kColumns>;
+  // Offsets are final before the wait: forward has waited for all before it, and lets nobody start early.
   const QueryTile tile = tile_of_row(p, int64_t(blockIdx.x) * kRows + threadIdx.x / (32 * kWarps));
   // After this wait the results of all splits are there.
   wait_on_dependent_grids();
