@@ -32,7 +32,7 @@ CUTE_DEVICE QueryTile tile_of_row(const FwdProblem& p, int64_t number) {
 
 // A CTA has kRows rows, and kWarps warps each of them, which read kTogether splits at once.
 template <class Element, int kRows, int kWarps, int kTogether>
-__global__ void __launch_bounds__(32 * kRows * kWarps) merge_rows(const __grid_constant__ FwdParams p) {
+__global__ void __launch_bounds__(32 * kRows * kWarps, 1) merge_rows(const __grid_constant__ FwdParams p) {
   static_assert(kRows == 1 || kWarps == 1);
   using Values = cutlass::AlignedArray<float, kColumns>;
   // Offsets are final before the wait: forward has waited for all before it, and lets nobody start early.
