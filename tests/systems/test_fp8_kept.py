@@ -40,7 +40,7 @@ def gradients(
     """out, and gradients of args[0] and parameters; dropout and dout from one seed."""
     torch.manual_seed(3)
     out = (layer if call is None else call)(*args, **named)
-    dout = torch.randn_like(out)
+    dout = torch.randn_like(out) / 8  # the products of test_the_ends_of_fp16 stay within fp16
     return [out, *torch.autograd.grad(out, [args[0], *layer.parameters()], dout)]
 
 
