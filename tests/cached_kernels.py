@@ -135,6 +135,8 @@ def call_of(fields: dict[str, Any], device: str = "cuda") -> Callable[[], object
 
 def kernel_name(name: str) -> str:
     """A kernel of attention by its id, a pass as a route names it."""
+    if "merge_rows" in name:
+        return renamed("merge_rows")
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
     found = _CONFIG.search(name)
     if found is None:
