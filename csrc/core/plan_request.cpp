@@ -134,7 +134,7 @@ PlanRequest read_plan_request(const std::string& problem) {
     if (in.flag("return_row_max")) p.row_max.ptr = &placeholder_result;
     if (in.flag("return_softmax")) p.softmax = &placeholder_result;
   } else if (request.op == Op::Bwd) {
-    if (!p.dense()) clamp_lengths(p);
+    if (!p.dense() && !p.lists.on()) clamp_lengths(p);
     request.bwd.deterministic = in.flag("deterministic");
     request.bwd.fp32_gradients = in.flag("fp32_gradients") && element_bytes(p.dtype) == 2;
     request.bwd.dout = p.out;

@@ -13,6 +13,7 @@ from planned import plan
 
 from benchmarks import rivals, timing
 from benchmarks.suites import SUITES, Case, make_inputs
+from flash_cute import kernels
 from flash_cute.native import library
 
 D128 = "fwd_sm90_bf16_plain_d128x128_"
@@ -154,6 +155,17 @@ def test_backward_of_sparse_calls_is_hoppers_alone():
     sizes = (2, 8, 8, 1000, 2000, 128, 128)
     assert plan("bwd", *sizes, lists=True).kernel.id.startswith("bwd_sm90_")
     assert plan("bwd", *sizes, lists=True, gpu="a100") is None
+
+
+def test_backward_over_lists_keeps_announced_lengths():
+    """The op does: a window of no keys before a query hides one of two keys, be there one alone."""
+    problem = kernels.Problem(
+        "bwd", heads=4, seqlen_q=2, seqlen_k=2, total_q=1, total_k=1, varlen=True,
+        window_size=(0, -1), deterministic=True,
+    )  # fmt: skip
+    assert kernels.supports(problem, "h200")
+    assert not kernels.supports(dataclasses.replace(problem, lists=True), "h200")
+    assert kernels.supports(dataclasses.replace(problem, lists=True, window_size=(1, -1)), "h200")
 
 
 def test_deterministic_walks_over_lists_are_of_four_heads_at_a_time():
