@@ -79,7 +79,8 @@ struct RouteChooser {
       if (p.added.total > 0) problem.varlen.used_k = &kPlaceholderLengths;
       route.in_pages = forward(*found.forward, problem, false);
     } else {
-      route.decode = {found.decode, make_plan(*found.decode, p, gpu), {.zero_fill = !p.fwd.dense()}};
+      const DecodePlan plan = make_plan(*found.decode, p, gpu);
+      route.decode = {found.decode, plan, {.zero_fill = !p.fwd.dense(), .combine_splits = plan.slots > 0}};
     }
   }
 };

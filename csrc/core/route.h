@@ -17,7 +17,8 @@ namespace flash_cute {
 // Passes before and after a kernel, in one launch each.
 struct Passes {
   bool zero_fill = false;  // of rows that belong to no packed sequence; backward's first pass fills them
-  bool combine_splits = false, probabilities = false, sink_gradient = false;
+  bool combine_splits = false;  // decode's kernels launch theirs themselves
+  bool probabilities = false, sink_gradient = false;
 };
 
 // A kernel with its plan. Without a kernel the step is left out.
