@@ -78,8 +78,7 @@ def others(problem: kernels.Problem, gpu: int | str) -> dict[Choice, kernels.Pla
         numbers = set() if kernel.op == "decode" else {1, n // 2, n * 3 // 4, n * 3 // 2, n * 2}
         for number in sorted(numbers - {n, 0}):
             choice = Choice(kernel.id, num_splits=number)
-            plan = plan_of(choice, problem, gpu)
-            if plan is not None and plan.num_splits == number:  # else more than a call may have
+            if (plan := plan_of(choice, problem, gpu)) is not None:
                 found[choice] = plan
     return found
 

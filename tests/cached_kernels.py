@@ -135,12 +135,11 @@ def call_of(fields: dict[str, Any], device: str = "cuda") -> Callable[[], object
 
 def kernel_name(name: str) -> str:
     """A kernel of attention by its id, a pass as a route names it."""
-    if "merge_rows" in name:
-        return renamed("merge_rows")
     plain = name.removeprefix("void ").replace("(anonymous namespace)::", "")
+    function = re.sub(r"[<(].*", "", plain).split("::")[-1]
     found = _CONFIG.search(name)
-    if found is None:
-        return renamed(re.sub(r"[<(].*", "", plain).split("::")[-1])
+    if found is None or function in _PASSES:  # a pass may have its kernel's configuration, too
+        return renamed(function)
     op, arch, dtype, tier, *rest = (int(x) for x in _NUMBER.findall(found[1]))
     dims, (m, n, stages, warps, ctas), cluster, tiles = rest[:2], rest[2:7], rest[7:8], rest[8:9]
     kind = f"{_OPS[op]}_sm{arch}_{_DTYPES[dtype]}_{_TIERS[tier]}_d{dims[0]}x{dims[1]}"
