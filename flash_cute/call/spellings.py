@@ -132,14 +132,17 @@ def check_extra_kwargs(function: Callable[..., Any], named: dict[str, Any]) -> b
             if name != "pack_gqa" and x is not None:
                 validate.count(name, integer(x))
         elif name in ABSENT:
-            if x is not None and x is not ABSENT[name]:
+            number, off = integer(x), ABSENT[name]
+            if x is not None and (off is None or type(number) is not int or number != off):
                 raise NotImplementedError(
                     f"{name} is given, and {function.__name__} has no such feature yet; leave it "
-                    f"{ABSENT[name]}"
+                    f"{off}"
                 )
         elif name != "return_softmax_lse":
             raise TypeError(_unknown(function, name))
-    return bool(named.get("return_softmax_lse"))
+    asked = named.get("return_softmax_lse", False)
+    validate.flag("return_softmax_lse", asked)
+    return bool(asked)
 
 
 def _unknown(function: Callable[..., Any], name: str) -> str:

@@ -108,12 +108,23 @@ def test_hints_and_disabled_features_are_accepted(device, function):
         ("pack_gqa", 3, TypeError, "pack_gqa is int"),
         ("qv", torch.ones(1), NotImplementedError, "qv is given"),
         ("attention_chunk", 16, NotImplementedError, "attention_chunk is given"),
+        ("attention_chunk", False, NotImplementedError, "attention_chunk is given"),
+        ("return_softmax_lse", "no", TypeError, "return_softmax_lse is str; expected a bool"),
+        ("return_softmax_lse", 2, ValueError, "return_softmax_lse is 2; expected a bool"),
     ],
 )
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_other_keywords(device, function, name, value, error, match):
     with pytest.raises(error, match=match):
         call(function, good_arguments(function, device), **{name: value})
+
+
+@pytest.mark.parametrize("off", [0, np.int64(0), torch.tensor(0), None])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_features_that_do_not_exist_are_off(device, function, off):
+    arguments = good_arguments(function, device)
+    expected = call(function, arguments)
+    torch.testing.assert_close(call(function, arguments, attention_chunk=off), expected)
 
 
 @pytest.mark.parametrize("function", ["func", "varlen_func"])
