@@ -94,7 +94,7 @@ def faults(
 def prepare(
     case: RandomCase, calls: Mapping[str, Call], device: torch.device, seed: int
 ) -> tuple[dict[str, Work], dict[str, str]]:
-    """The works to time, each checked, and what is to be said of them and of others."""
+    """The candidates to time, by name, and notes: why one is left out, or is not captured."""
     inputs = [make_inputs(case, device, seed)]
     if case.group == "decode":  # else L2 would keep the cache
         count = min(_CALLS, max(1, _BYTES_OF_CACHES // case.bytes))

@@ -129,8 +129,8 @@ def draw(group: str, seed: int, index: int) -> RandomCase:
 def _with_lengths(
     rng: random.Random, group: str, shape: tuple[int, int, int, str], size: int
 ) -> RandomCase:
-    """A case of a batch of sequences of this size, of so many tokens cut into documents, or of a
-    cache of sequences whose mean it about is."""
+    """Dense: sequences of ``size`` tokens. Packed: ``size`` tokens cut into documents. Decode:
+    sequences in a cache, of about ``size`` tokens on average."""
     if group.startswith("dense"):
         return RandomCase(group, *shape, (size,) * _log_uniform(rng, 1, 32))
     if group.startswith("packed"):
