@@ -30,7 +30,8 @@ from torch import Tensor
 
 from flash_cute import ops
 from flash_cute.call import validate
-from flash_cute.call.validate import _OF_BOTH, _OF_K, _OF_Q
+from flash_cute.call.sizes import cache_capacity
+from flash_cute.call.validate import OF_BOTH, OF_K, OF_Q
 from flash_cute.ops.typed import FwdKvcacheCall
 
 _environment = os.environ.get("FLASH_CUTE_CHECK", "")
@@ -130,25 +131,25 @@ def varlen(
     """Checks the index tensors of a varlen call; ``packed``: q and k share them. On the CPU, where
     reading is free, it warns of offsets even if checks are off."""
     validate.flag("zero_tensors", zero_tensors)
-    names = _OF_BOTH if packed else _OF_Q
+    names = OF_BOTH if packed else OF_Q
     if not wanted(q):
         if q.is_cpu and is_readable(q):
             _warn_once(names, len(q), cu_seqlens_q, max_seqlen_q, seqused_q, zero_tensors)
             if not packed and block_table is None:
-                _warn_once(_OF_K, len(k), cu_seqlens_k, max_seqlen_k, seqused_k, zero_tensors)
+                _warn_once(OF_K, len(k), cu_seqlens_k, max_seqlen_k, seqused_k, zero_tensors)
         return
     _sequences(names, len(q), cu_seqlens_q, max_seqlen_q, seqused_q, zero_tensors)
     if packed:
         return
     if block_table is None:
-        _sequences(_OF_K, len(k), cu_seqlens_k, max_seqlen_k, seqused_k, zero_tensors)
+        _sequences(OF_K, len(k), cu_seqlens_k, max_seqlen_k, seqused_k, zero_tensors)
         return
     capacity = k.shape[1] * block_table.shape[1]
     if seqused_k is None:
-        name, rows = _OF_K[0], capacity * len(block_table)
-        lengths = offsets(name, cu_seqlens_k.tolist(), rows, max_seqlen_k, _OF_K[1])
+        name, rows = OF_K[0], capacity * len(block_table)
+        lengths = offsets(name, cu_seqlens_k.tolist(), rows, max_seqlen_k, OF_K[1])
     else:
-        lengths, name = seqused_k.tolist(), _OF_K[2]
+        lengths, name = seqused_k.tolist(), OF_K[2]
     for b, length in enumerate(lengths):
         if not 0 <= length <= min(capacity, max_seqlen_k):
             raise ValueError(
@@ -218,7 +219,7 @@ def over_a_cache(
     if _on or not (q.is_cpu and is_readable(q)):
         return
     if cu_seqlens_q is not None:
-        _warn_once(_OF_Q, len(q), cu_seqlens_q, max_seqlen_q, None, False)
+        _warn_once(OF_Q, len(q), cu_seqlens_q, max_seqlen_q, None, False)
     if cu_seqlens_k_new is not None and k is not None:
         names = ("cu_seqlens_k_new", "seqlen_new", "")
         _warn_once(names, len(k), cu_seqlens_k_new, None, None, True)
@@ -298,8 +299,7 @@ def _places(call: FwdKvcacheCall, seqlens_new: list[int]) -> None:
     """ValueError for the first index that leaves the caches, or row that two sequences append."""
     cache_seqlens, cache_batch_idx = call.cache_seqlens, call.cache_batch_idx
     k_cache, cache_leftpad, block_table = call.k_cache, call.cache_leftpad, call.block_table
-    page_size = k_cache.shape[1]
-    capacity = page_size * (1 if block_table is None else block_table.shape[1])
+    page_size, capacity = k_cache.shape[1], cache_capacity(k_cache, block_table)
     used = [capacity] * len(seqlens_new) if cache_seqlens is None else cache_seqlens.tolist()
     for b, (length, new) in enumerate(zip(used, seqlens_new, strict=True)):
         if not 0 <= length <= capacity - new:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 
 def batch_of(call: Any) -> int:
     """How many sequences a call has."""
@@ -20,3 +22,8 @@ def longest_queries(call: Any) -> int:
 def longest_keys(call: Any) -> int:
     """Keys of the longest sequence; not of a cache, whose lengths are data."""
     return call.max_seqlen_k if hasattr(call, "max_seqlen_k") else call.k.shape[1]
+
+
+def cache_capacity(k_cache: Tensor, block_table: Tensor | None) -> int:
+    """Keys of a sequence that a cache (batch or pages, rows, heads_k, dim) has room for."""
+    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])

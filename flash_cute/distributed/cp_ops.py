@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
+from flash_cute.call.validate.ops import statistic_dtype
 from flash_cute.distributed import agreement, all_gather, comm, layouts
 from flash_cute.distributed.communicating import (
     agreeing_on_backward,
@@ -21,7 +22,7 @@ from flash_cute.distributed.communicating import (
 )
 from flash_cute.distributed.context import context_named
 from flash_cute.distributed.groups import groups_of
-from flash_cute.distributed.local import Saved, statistic_dtype
+from flash_cute.distributed.local import Saved
 from flash_cute.distributed.merge import sink_gradient
 from flash_cute.distributed.plan import plan_of
 from flash_cute.distributed.strategies import over_tokens

@@ -12,6 +12,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import ops
 from flash_cute.call import validate
+from flash_cute.call.sizes import cache_capacity
 from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.call.validate import options as validate_options
 from flash_cute.distributed import comm, description
@@ -119,7 +120,7 @@ def cp_decode(
     cp.agree(what, problem)
 
     batch, seqlen_q = q.shape[:2]
-    capacity = _capacity(k_cache, block_table)
+    capacity = cache_capacity(k_cache, block_table)
     tokens = _Tokens(cp.rank, cp.size, capacity, min(block or capacity, capacity))
     total = lengths if k is None else lengths + k.shape[1]
     new = _new(tokens, lengths, k, v)
@@ -224,11 +225,6 @@ def _merged(out: Tensor, lse: Tensor, cp: ContextParallel) -> tuple[Tensor, Tens
     return whole.view(out.shape), of_all.view(*out.shape[:-1]).transpose(1, 2)
 
 
-def _capacity(k_cache: Tensor, block_table: Tensor | None) -> int:
-    """Tokens of a sequence that a rank has room for."""
-    return k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-
-
 def _check(
     q: Tensor, k: Tensor | None, v: Tensor | None, cp: ContextParallel,
     caches: dict[str, Any], cache_batch_idx: Tensor | None, num_splits: int,
@@ -266,7 +262,7 @@ def _check(
                 f"{name} requires grad, and decoding has no gradient: call it in torch.no_grad(), "
                 "or detach()"
             )
-    capacity, seqlen_new = _capacity(k_cache, block_table), 0 if k is None else k.shape[1]
+    capacity, seqlen_new = cache_capacity(k_cache, block_table), 0 if k is None else k.shape[1]
     if not isinstance(used, Tensor) and used + seqlen_new > cp.size * capacity:
         raise ValueError(
             f"cache_seqlens is {used} and k has {seqlen_new} tokens; {cp.size} ranks have room for "

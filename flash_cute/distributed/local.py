@@ -18,6 +18,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import kernels, ops
+from flash_cute.call.validate.ops import statistic_dtype
 from flash_cute.distributed.layouts import kept
 from flash_cute.distributed.merge import merge_, merge_sink
 from flash_cute.distributed.tiles import Launch, Launches
@@ -31,11 +32,6 @@ def call_of_heads(call: FwdCall, heads: slice, k: Tensor, v: Tensor) -> FwdCall:
     slopes = None if call.alibi_slopes is None else call.alibi_slopes[..., heads]
     sink = None if call.sink is None else call.sink[heads]
     return call._replace(q=call.q[:, :, heads], k=k, v=v, alibi_slopes=slopes, sink=sink)
-
-
-def statistic_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of LSEs, and of sums."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
 @torch.compiler.assume_constant_result

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_cute.call.sizes import batch_of
+from flash_cute.call.sizes import batch_of, cache_capacity
 from flash_cute.ops.typed import FwdKvcacheCall
 
 
@@ -44,8 +44,7 @@ class Rows(NamedTuple):
 
 def capacity(call: FwdKvcacheCall) -> int:
     """Keys that the cache has room for, of a sequence."""
-    columns = 1 if call.block_table is None else call.block_table.shape[1]
-    return call.k_cache.shape[1] * columns
+    return cache_capacity(call.k_cache, call.block_table)
 
 
 def keys_before(call: FwdKvcacheCall) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from flash_cute.call import validate
+from flash_cute.call.sizes import cache_capacity
 
 
 def kvcache_status(
@@ -54,7 +55,7 @@ def kvcache_status(
     if not isinstance(seqlen_new, Tensor):
         validate.count("seqlen_new", seqlen_new)
     num_blocks, page_size = k_cache.shape[:2]
-    capacity = page_size * (1 if block_table is None else block_table.shape[1])
+    capacity = cache_capacity(k_cache, block_table)
     asked = capacity if cache_seqlens is None else cache_seqlens
     if not isinstance(asked, Tensor):
         others = (seqlen_new, cache_batch_idx, cache_leftpad, block_table)

@@ -51,6 +51,4 @@ def attention(
         validate.dense(q, k, v)
         check.dense(q, k)
         call = FwdCall(q, k, v, *score)
-    return run(
-        call, return_lse=False, return_rng=False, generator=None, kept=Kept(tensors, form)
-    )  # fmt: skip
+    return run(call, return_lse=False, return_rng=False, generator=None, kept=Kept(tensors, form))

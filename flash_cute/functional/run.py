@@ -108,9 +108,9 @@ def run(
     """Attention of a call whose q, k and v, and sequences, are valid; the rest is validated here.
 
     ``sparse`` joins the call, ``packed`` is the tensor that k and v, and maybe q, are views of,
-    ``out`` the one to fill, ``refused`` has the refusal of a call that went straight to its op,
-    which is raised if validation has no better words. It leaves its list: frames that hold it keep
-    tensors alive. ``kept`` says how backward keeps q, k and v, if not as they are.
+    ``out`` the one to fill. ``refused`` has the error of a call that went straight to its op; it is
+    raised if validation has no better words, and leaves the list, as the frames of its traceback
+    would keep tensors alive. ``kept`` says how backward keeps q, k and v, if not as they are.
     """
     if sparse is not None:
         call = _stored(call, sparse)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.call.fp8 import DTYPES as FP8_DTYPES
-from flash_cute.call.sizes import batch_of, longest_queries
+from flash_cute.call.sizes import batch_of, cache_capacity, longest_queries
 from flash_cute.call.validate import INT64_MAX
 from flash_cute.ops import switches
 from flash_cute.ops.typed import (
@@ -250,8 +250,7 @@ def _sequences(call: Any, op: str, q: Tensor, k: Tensor) -> dict[str, Any]:
     if offsets is not None:
         sizes |= {"varlen": True, "total_q": len(q)}
     if table is not None:
-        capacity = table.shape[1] * k.shape[1]
-        longest = capacity if op == "decode" else call.max_seqlen_k
+        longest = cache_capacity(k, table) if op == "decode" else call.max_seqlen_k
         blocks = None if op == "decode" else table.shape[1]
         return sizes | {"seqlen_k": longest, "page_size": k.shape[1], "max_blocks": blocks}
     if op == "decode" or offsets is None:

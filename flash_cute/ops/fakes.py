@@ -59,11 +59,6 @@ def _check(check: Callable[..., object], call: Any, *outputs: Tensor | None) -> 
     check(call._make(given[: len(call)]), *given[len(call) :])
 
 
-def _accumulator(x: Tensor) -> torch.dtype:
-    """dtype of log-sum-exps and row statistics: fp64 for fp64 inputs, else fp32."""
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _fwd_results(
     q: Tensor,
     v: Tensor,
@@ -72,7 +67,7 @@ def _fwd_results(
     return_softmax: bool,
     return_row_max: bool,
 ) -> Results:
-    statistic = _accumulator(q)
+    statistic = validate_ops.statistic_dtype(q)
     return (
         q.new_empty((*q.shape[:-1], v.shape[-1])),
         q.new_empty(lse_shape, dtype=statistic),
@@ -109,7 +104,7 @@ def _kvcache(call: FwdKvcacheCall) -> Results:
     batch, (rows, heads) = q.shape[:-3], q.shape[-3:-1]
     return (
         q.new_empty((*q.shape[:-1], v_cache.shape[-1])),
-        q.new_empty((*batch, heads, rows), dtype=_accumulator(q)),
+        q.new_empty((*batch, heads, rows), dtype=validate_ops.statistic_dtype(q)),
     )
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from flash_cute import _torch_internals as internals
-from flash_cute.call.sizes import batch_of
+from flash_cute.call.sizes import batch_of, cache_capacity
 from flash_cute.cpu.varlen import spans
 from flash_cute.ops.schema import CALLS, OPS
 from flash_cute.ops.typed import (
@@ -95,8 +95,7 @@ def _varlen_pairs(call: VarlenFwdCall | VarlenBwdCall) -> int:
 
 def _cached_pairs(cached: FwdKvcacheCall | AttendKvcacheCall) -> int:
     call = FwdKvcacheCall(**cached._asdict())
-    q, table = call.q, call.block_table
-    capacity = call.k_cache.shape[1] * (1 if table is None else table.shape[1])
+    q, capacity = call.q, cache_capacity(call.k_cache, call.block_table)
     if call.cu_seqlens_q is None:
         queries = [q.shape[1]] * q.shape[0]
     else:

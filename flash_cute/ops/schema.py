@@ -21,7 +21,7 @@ varlen_bwd = OPS.varlen_bwd.default
 fwd_kvcache = OPS.fwd_kvcache.default
 attend_kvcache = OPS.attend_kvcache.default
 combine = OPS.combine.default
-# The out overload of each op, and below the op of each class of calls.
+# The out overload of each op.
 OUT_OF = {
     fwd: OPS.fwd.out,
     bwd: OPS.bwd.out,
@@ -40,7 +40,7 @@ CALLS: dict[Any, Any] = {
     combine: typed.CombineCall,
 }
 CALLS |= {OUT_OF[op]: CALLS[op] for op in OUT_OF}
-OP_OF = {CALLS[op]: op for op in OUT_OF}
+OP_OF = {CALLS[op]: op for op in OUT_OF}  # by the class of the call
 
 
 def written_arguments(op: Any) -> list[str]:

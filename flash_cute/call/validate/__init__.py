@@ -76,8 +76,8 @@ def varlen(
     _heads_and_dims(
         q, k, v, q.shape[1], k.shape[-2], v.shape[-2], q.shape[2], k.shape[-1], v.shape[-1]
     )
-    batch = _sequences(_OF_Q, q, cu_seqlens_q, max_seqlen_q, seqused_q)
-    if _sequences(_OF_K, q, cu_seqlens_k, max_seqlen_k, seqused_k) != batch:
+    batch = _sequences(OF_Q, q, cu_seqlens_q, max_seqlen_q, seqused_q)
+    if _sequences(OF_K, q, cu_seqlens_k, max_seqlen_k, seqused_k) != batch:
         raise ValueError(
             f"cu_seqlens_k has {len(cu_seqlens_k)} entries; cu_seqlens_q asks for {batch + 1}"
         )
@@ -91,7 +91,7 @@ def varlen_packed(
     """:func:`varlen` for q, k and v of one packed tensor, (total, heads, dim) each."""
     same_kind(q, k, v)
     _heads_and_dims(q, k, v, *(x.shape[1] for x in (q, k, v)), *(x.shape[2] for x in (q, k, v)))
-    _sequences(_OF_BOTH, q, cu_seqlens, max_seqlen, seqused)
+    _sequences(OF_BOTH, q, cu_seqlens, max_seqlen, seqused)
 
 
 def length(name: str, x: int) -> None:
@@ -322,9 +322,9 @@ def index_tensor(name: str, x: Tensor, q: Tensor) -> int:
 
 
 # Names of cu_seqlens, max_seqlen and seqused: of q, of k, and of packed tensors.
-_OF_Q = ("cu_seqlens_q", "max_seqlen_q", "seqused_q")
-_OF_K = ("cu_seqlens_k", "max_seqlen_k", "seqused_k")
-_OF_BOTH = ("cu_seqlens", "max_seqlen", "seqused")
+OF_Q = ("cu_seqlens_q", "max_seqlen_q", "seqused_q")
+OF_K = ("cu_seqlens_k", "max_seqlen_k", "seqused_k")
+OF_BOTH = ("cu_seqlens", "max_seqlen", "seqused")
 
 
 def _sequences(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute.call import validate
+from flash_cute.call.sizes import cache_capacity
 from flash_cute.call.validate import ops as validate_ops
 from flash_cute.call.validate import options as validate_options
 
@@ -69,9 +70,8 @@ def _shapes(call: FwdKvcacheCall, is_quantized: bool) -> int:
         )
     _new_keys(q, k_cache, v_cache, k, call.v, batch, call.cache_seqlens, call.cu_seqlens_k_new)
     if lengths is not call.cache_seqlens:
-        blocks = 1 if block_table is None else block_table.shape[1]
         new = 0 if k is None or call.cu_seqlens_k_new is not None else k.shape[1]
-        _check_capacity(call.cache_seqlens, new, k_cache.shape[1] * blocks)
+        _check_capacity(call.cache_seqlens, new, cache_capacity(k_cache, block_table))
     rotary(q, k, call.rotary_cos, call.rotary_sin, call.rotary_seqlens)
     _splits(call.num_splits, call.split_size)
     return batch
