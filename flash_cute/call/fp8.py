@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute.call import validate
+from flash_cute.call import spellings, validate
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 WIDE_DTYPES = (torch.float16, torch.bfloat16)
@@ -144,6 +144,7 @@ class Fp8Widening:
         )
         for name, x, (what, shape) in zip(NAMES, self.descales, own, strict=True):
             _check_shape(name, x, heads, what, shape)
+        softmax_scale = spellings.real(softmax_scale)
         factor: Tensor | None = None
         for x in self.descales[:2]:
             if isinstance(x, Tensor):

@@ -9,6 +9,7 @@ import difflib
 import inspect
 import operator
 from collections.abc import Callable
+from numbers import Real
 from types import NoneType
 from typing import Any
 
@@ -64,6 +65,22 @@ def integer(x: IntegerLike) -> Any:
         return operator.index(x)
     except TypeError:
         return x
+
+
+def real(x: Any) -> Any:
+    """A float from a number of numpy, or from a tensor without dimensions and gradient. Reading a
+    tensor on a GPU synchronises the host."""
+    if isinstance(x, Tensor):
+        is_one = x.dim() == 0 and x.dtype != torch.bool and not x.is_complex()
+        return float(x) if is_one and not (x.requires_grad or torch.compiler.is_compiling()) else x
+    return float(x) if isinstance(x, Real) and not isinstance(x, (bool, int)) else x
+
+
+def with_reals(call: Any) -> Any:
+    """The call with floats for its softmax_scale, softcap and dropout_p."""
+    given = {name: getattr(call, name, None) for name in ("softmax_scale", "softcap", "dropout_p")}
+    others = {name: real(x) for name, x in given.items() if type(x) not in (float, int, NoneType)}
+    return call._replace(**others) if others else call
 
 
 def window(x: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,7 +72,7 @@ class OptimizedLinear(nn.Linear):
         """(..., in_features) to (..., out_features), in the input's dtype, or autocast's."""
         if self.optimization_level == "conservative":
             return F.linear(input, self.weight, self.bias)
-        x = input.reshape(-1, input.shape[-1])
+        x = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
         out = self._in_bf16(x) if self._may_use_bf16(x) else F.linear(x, self.weight, self.bias)
         return out.reshape(*input.shape[:-1], self.out_features)
 

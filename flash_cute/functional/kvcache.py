@@ -229,6 +229,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, left, right, softcap, alibi_slopes, sink, rotary_interleaved,
         num_splits, split_size,
     )  # fmt: skip
+    call = spellings.with_reals(call)
     call = _validated(call, max_seqlen_q, is_quantized, k_descale, v_descale)
     if check.wanted(q):
         if cu_seqlens_q is None and block_table is None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import check, ops
-from flash_cute.call import validate
+from flash_cute.call import spellings, validate
 from flash_cute.call.rng import rng_of_call
 from flash_cute.call.sizes import batch_of, longest_keys, longest_queries
 from flash_cute.call.validate import ops as validate_ops
@@ -112,6 +112,7 @@ def run(
     raised if validation has no better words, and leaves the list, as the frames of its traceback
     would keep tensors alive. ``kept`` says how backward keeps q, k and v, if not as they are.
     """
+    call = spellings.with_reals(call)
     if sparse is not None:
         call = _stored(call, sparse)
     _validate(call, return_lse, return_rng)

@@ -88,6 +88,7 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = Non
             and the memory bandwidth of its GPUs.
 
     Raises:
+        TypeError: the path is no file's name.
         ValueError: the GPU is unknown.
 
     Example::
@@ -97,6 +98,8 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = Non
         loaded = tuning.load("calibration.json")
         print(loaded.misses)  # why what the file says cannot be used
     """
+    if path is not None and not isinstance(path, (str, os.PathLike)):
+        raise TypeError(f"path is {path!r}; expected a file's name")
     path = default_path() if path is None else Path(path)
     gpu = None if gpu is None else as_gpu(gpu)
     try:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from flash_cute import _torch_internals as internals
 from flash_cute.ops.autograd import once_differentiable
 from flash_cute.precision.formats import FP8Config, check_whole, checked_config
 from flash_cute.precision.fp8_products import (
@@ -88,6 +89,11 @@ def fp8_linear(x: Tensor, weight: Tensor, bias: Tensor | None, scales: FP8Scales
         raise TypeError(f"input is {x.dtype}, the weight {weight.dtype}: cast one, or use autocast")
     if x.shape[-1] != weight.shape[1]:
         raise ValueError(f"input of {tuple(x.shape)}: the last size must be {weight.shape[1]}")
+    if not torch.compiler.is_compiling() and internals.transformed():
+        raise NotImplementedError(
+            "fp8 linear layers have no rule for torch.func's transforms and forward-mode "
+            "derivatives: call the layer outside of them, or keep this layer an nn.Linear"
+        )
     config = scales.config
     margin, formats = config.margin, (config.forward_format.dtype, config.backward_format.dtype)
     rows = x.reshape(-1, x.shape[-1])

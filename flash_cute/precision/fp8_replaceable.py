@@ -25,6 +25,8 @@ def reason_to_leave(module: nn.Module) -> str | None:
         return reason_to_leave_attention(module)
     if not isinstance(module, nn.Linear):
         return "is not an nn.Linear"
+    if module.weight.numel() == 0:
+        return "has no weights"
     base = OptimizedLinear if isinstance(module, OptimizedLinear) else nn.Linear
     return addition(module, base, {"weight", "bias"}, set())
 

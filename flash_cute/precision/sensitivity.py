@@ -57,7 +57,15 @@ def batches(samples: Samples) -> list[tuple[Any, ...]]:
     calls = [samples] if isinstance(samples, Tensor) else list(samples)
     if not calls:
         raise ValueError("calibration must have at least one batch")
-    return [call if isinstance(call, tuple) else (call,) for call in calls]
+    found = [call if isinstance(call, tuple) else (call,) for call in calls]
+    for i, call in enumerate(found):
+        for x in call:
+            if isinstance(x, Tensor) and x.numel() == 0:
+                raise ValueError(
+                    f"batch {i} of the samples has shape {tuple(x.shape)}, without a value; give "
+                    "samples that have some: nothing can be measured without"
+                )
+    return found
 
 
 def outputs_of(result: Any) -> list[Tensor]:

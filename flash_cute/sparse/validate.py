@@ -28,6 +28,13 @@ def ints(name: str, x: Any, dims: int, shape: str) -> None:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected {shape}")
 
 
+def function(name: str, fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(
+            f"{name} is {type(fn).__name__}; expected a function (batch, head, query, key) -> bool"
+        )
+
+
 def length(name: str, x: Any) -> int:
     if type(x) is not int:
         raise TypeError(f"{name} is {x!r}; expected an int")

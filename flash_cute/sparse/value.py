@@ -101,6 +101,8 @@ class Sparse:
             assert sparse.density < 0.4
         """
         block = check.block(block)
+        if mask_mod is not None:
+            check.function("mask_mod", mask_mod)
         check.lists_of_blocks("index", index, "counts", counts)
         if (full_index is None) != (full_counts is None):
             raise ValueError("full_index and full_counts go together; give both, or neither")
@@ -300,6 +302,7 @@ class Sparse:
             sparse = Sparse.from_mask_function(prefix, 1, 1, 1024, 1024)
             assert 0.5 < sparse.density < 0.6
         """
+        check.function("fn", fn)
         sizes = {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
         batch, heads, *seqlens = (check.length(name, x) for name, x in sizes.items())
         both, where = (seqlens[0], seqlens[1]), check.device(device)

@@ -119,6 +119,31 @@ def test_other_keywords(device, function, name, value, error, match):
         call(function, good_arguments(function, device), **{name: value})
 
 
+@pytest.mark.parametrize("number", [np.float32(0.3), np.float64(0.3), torch.tensor(0.3)])
+def test_numbers_of_numpy_and_of_tensors(device, number):
+    arguments = good_arguments("func", device)
+    exact = {"softmax_scale": float(number), "softcap": float(number)}
+    expected = call("func", arguments, **exact)
+    given = {"softmax_scale": number, "softcap": number, "dropout_p": 0 * number}
+    torch.testing.assert_close(call("func", arguments, **given), expected, rtol=0, atol=0)
+    q, k, v = (arguments[name] for name in "qkv")
+    cached = flash_cute.flash_attn_with_kvcache(q, k, v, softmax_scale=number)
+    exact = flash_cute.flash_attn_with_kvcache(q, k, v, softmax_scale=float(number))
+    assert torch.equal(cached, exact)
+    x = q.to(torch.float8_e4m3fn)
+    found = flash_cute.flash_attn_func(x, x, x, softmax_scale=number, q_descale=2.0)
+    wide = flash_cute.flash_attn_func(x, x, x, softmax_scale=2.0 * float(number))
+    assert torch.equal(found, wide)
+
+
+@pytest.mark.parametrize(
+    "number", [True, np.bool_(True), "x", torch.ones(2), torch.ones(()).requires_grad_(), 1j]
+)
+def test_what_is_no_number(device, number):
+    with pytest.raises(TypeError, match=r"softmax_scale is .*; expected a number"):
+        call("func", good_arguments("func", device), softmax_scale=number)
+
+
 @pytest.mark.parametrize("off", [0, np.int64(0), torch.tensor(0), None])
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_features_that_do_not_exist_are_off(device, function, off):

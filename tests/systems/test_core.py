@@ -126,6 +126,16 @@ def test_refuses_sizes(arguments, error, said):
 
 # --- OptimizedLinear -----------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize("level", ["conservative", "balanced", "aggressive"])
+@pytest.mark.parametrize("sizes", [(0, 4), (4, 0)])
+def test_layers_of_no_width_are_those_of_torch(device, level, sizes):
+    layer = OptimizedLinear(*sizes, optimization_level=level, device=device)
+    x = torch.randn(2, 3, sizes[0], device=device)
+    expected = torch.nn.functional.linear(x, layer.weight, layer.bias)
+    torch.testing.assert_close(layer(x), expected)
+
+
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x.contiguous(),
     "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),

@@ -12,7 +12,14 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from flash_cute._torch_internals import scaled_mm
-from flash_cute.precision import FP8Config, FP8Format, FP8LinearLayer, fp8_linear, fp8_products
+from flash_cute.precision import (
+    FP8Config,
+    FP8Format,
+    FP8LinearLayer,
+    convert_model_to_fp8,
+    fp8_linear,
+    fp8_products,
+)
 
 TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 E4M3, E5M2 = FP8Format.E4M3, FP8Format.E5M2
@@ -107,6 +114,22 @@ def test_scales_follow_the_size_of_numbers(device, size, config):
     x, dy = (torch.randn(64, n, device=device) * size for n in (48, 32))
     for ours, exact in zip(gradients(layer, x, dy), gradients(linear, x, dy), strict=True):
         assert decibels(ours, exact) > 15
+
+
+def test_layers_without_weights_stay_torch():
+    model = convert_model_to_fp8(nn.Sequential(nn.Linear(0, 4), nn.Linear(4, 4)))
+    assert type(model[0]) is nn.Linear and type(model[1]) is FP8LinearLayer
+    assert model(torch.zeros(2, 0)).shape == (2, 4)
+
+
+def test_transforms_are_refused_by_name():
+    _, layer = pair("cpu", (8, 4))
+    for call in (
+        lambda: torch.vmap(layer)(torch.randn(3, 2, 8)),
+        lambda: torch.func.grad(lambda x: layer(x).sum())(torch.randn(2, 8)),
+    ):
+        with pytest.raises(NotImplementedError, match="fp8 linear layers have no rule"):
+            call()
 
 
 def test_zeros_and_no_tokens(device):

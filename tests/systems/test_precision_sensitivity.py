@@ -77,6 +77,8 @@ def test_samples_add_up_and_calls_take_several_arguments():
     assert [t.shape[0] for t in outputs_of(model(x))] == [5, 5]
     with pytest.raises(ValueError, match="calibration must have at least one batch"):
         calibrate(model, packable(model), [])
+    with pytest.raises(ValueError, match=r"batch 1 of the samples has shape \(0, 8\)"):
+        calibrate(model, packable(model), [x, x[:0]])
     with pytest.raises(ValueError, match="output has no gradient of any weight"):
         calibrate(nn.Sequential(nn.Linear(8, 8), nn.Flatten(), Constant()), {}, x)
 

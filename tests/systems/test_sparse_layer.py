@@ -233,6 +233,9 @@ def test_learned_learns_by_its_own_loss_and_changes_its_pattern(device):
     assert not torch.equal(kept_pairs(layer, x), before)
     with pytest.raises(NotImplementedError, match=r"RANDOM, which learns nothing; .*LEARNED has"):
         create_sparse_attention(D, HEADS, pattern="random").distill_loss(x)
+    nothing = layer.distill_loss(x[:, :0])
+    nothing.backward()
+    assert nothing == 0
 
 
 @pytest.mark.parametrize("pattern", SparsePattern)
