@@ -23,9 +23,9 @@ from flash_cute import kernels
 from flash_cute.kernels.choice import Choice
 
 from . import raw_ops, report, timing
-from .random import Call, prepare, timed
+from .random import Call, failure, prepare, timed
 from .random_cases import RandomCase, draw
-from .rivals import OURS, describe
+from .rivals import OURS
 from .suites import FEATURES
 
 GROUPS = ("dense-forward", "packed-forward", "decode")
@@ -108,7 +108,7 @@ def measure(case: RandomCase, device: torch.device, rounds: int) -> dict[str, An
             if row["ratio"] <= NEAR:
                 break
     except Exception as error:
-        row["notes"] = {OURS: f"the case could not be set up: {describe(error)}"}
+        row |= {"ratio": None, "us": {}, "notes": {OURS: failure(error)}}
     return row
 
 

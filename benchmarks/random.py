@@ -154,8 +154,13 @@ def measure(
             if row["ratio"] >= MISS:
                 break
     except Exception as error:
-        row["runs"], row["notes"] = [], {OURS: f"the case could not be set up: {describe(error)}"}
+        row |= {"ratio": None, "runs": [], "notes": {OURS: failure(error)}}
     return row
+
+
+def failure(error: Exception) -> str:
+    """The note of a case that an error ended."""
+    return f"the case could not be measured: {describe(error)}"
 
 
 def timed(

@@ -144,7 +144,7 @@ def varlen(
     if block_table is None:
         _sequences(OF_K, len(k), cu_seqlens_k, max_seqlen_k, seqused_k, zero_tensors)
         return
-    capacity = k.shape[1] * block_table.shape[1]
+    capacity = cache_capacity(k, block_table)
     if seqused_k is None:
         name, rows = OF_K[0], capacity * len(block_table)
         lengths = offsets(name, cu_seqlens_k.tolist(), rows, max_seqlen_k, OF_K[1])

@@ -77,10 +77,11 @@ def real(x: Any) -> Any:
 
 
 def with_reals(call: Any) -> Any:
-    """The call with floats for its softmax_scale, softcap and dropout_p."""
-    given = {name: getattr(call, name, None) for name in ("softmax_scale", "softcap", "dropout_p")}
-    others = {name: real(x) for name, x in given.items() if type(x) not in (float, int, NoneType)}
-    return call._replace(**others) if others else call
+    """The call with floats for its softmax_scale, softcap and dropout_p; most have them."""
+    for name in ("softmax_scale", "softcap", "dropout_p"):
+        if type(x := getattr(call, name, None)) not in (float, int, NoneType):
+            call = call._replace(**{name: real(x)})
+    return call
 
 
 def window(x: Any) -> Any:

@@ -88,8 +88,7 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = Non
             and the memory bandwidth of its GPUs.
 
     Raises:
-        TypeError: the path is no file's name.
-        ValueError: the GPU is unknown.
+        ValueError: the path is no file's name, or the GPU is unknown.
 
     Example::
 
@@ -98,9 +97,7 @@ def load(path: str | os.PathLike[str] | None = None, gpu: Gpu | str | None = Non
         loaded = tuning.load("calibration.json")
         print(loaded.misses)  # why what the file says cannot be used
     """
-    if path is not None and not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"path is {path!r}; expected a file's name")
-    path = default_path() if path is None else Path(path)
+    path = _path_of(path)
     gpu = None if gpu is None else as_gpu(gpu)
     try:
         sections = _read(path)
@@ -191,11 +188,16 @@ def suspended() -> Iterator[None]:
         torch.ops.flash_cute.set_calibration(before)
 
 
-def checked_path(path: str | os.PathLike[str] | None) -> Path:
-    """The path that :func:`store` writes to; ValueError if it cannot be written."""
+def _path_of(path: str | os.PathLike[str] | None) -> Path:
+    """A file's path, by default :func:`default_path`; ValueError for what is no file's name."""
     if path is not None and not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path is {path!r}; expected a file's name")
-    found = default_path() if path is None else Path(path)
+    return default_path() if path is None else Path(path)
+
+
+def checked_path(path: str | os.PathLike[str] | None) -> Path:
+    """The path that :func:`store` writes to; ValueError if it cannot be written."""
+    found = _path_of(path)
     lock = Path(f"{found}.lock")
     try:
         folder = next(x for x in (found.parent, *found.absolute().parents) if x.exists())

@@ -73,3 +73,15 @@ def test_a_plan_that_fails_is_no_time(monkeypatch):
     assert row["plans"] == {plans.OURS: "the pick"}
     monkeypatch.setattr(plans, "timed", lambda works, device, rounds, notes: {})
     assert plans.measure(case, torch.device("cpu"), 1)["ratio"] is None
+
+
+def test_an_error_ends_a_case_and_not_the_run(monkeypatch):
+    """Of the second run, too: the first one's ratio does not stay."""
+    case = RandomCase.parse("dense-forward h4/2 d64 causal 2x70")
+    monkeypatch.setattr(plans.kernels, "plan", lambda problem, gpu: "the pick")
+    monkeypatch.setattr(plans, "others", lambda problem, gpu: {})
+    found = iter([{plans.OURS: 2.0, "another plan": 1.0}])
+    monkeypatch.setattr(plans, "timed", lambda *_: next(found))
+    row = plans.measure(case, torch.device("cpu"), 1)
+    assert (row["ratio"], row["us"]) == (None, {})
+    assert "could not be measured: StopIteration" in row["notes"][plans.OURS]

@@ -305,6 +305,8 @@ def test_a_miss_is_measured_again_and_the_second_run_counts(monkeypatch):
     assert row["ratio"] == pytest.approx(1.1) and row["rival"] == "a" and len(row["runs"]) == 2
     row = measured(monkeypatch, (0.1, 0.2, 0.09), (0.1, 0.2, 0.08))
     assert row["ratio"] == pytest.approx(0.8) and row["rival_us"] == pytest.approx(80)
+    row = measured(monkeypatch, (0.1, 0.2, 0.09))  # the second run raises
+    assert row["ratio"] is None and row["runs"] == [] and "StopIteration" in row["notes"][OURS]
 
 
 def test_what_fails_is_said_and_not_timed():
