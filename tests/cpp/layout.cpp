@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "core/layout/gaps.h"
 #include "core/layout/packed_tiles.h"
 #include "core/layout/query_tiles.h"
 #include "core/layout/cached_seq.h"
@@ -50,6 +51,34 @@ TEST_CASE("a sequence is where offsets and lengths say") {
   CHECK(seq_span(cu, used, 1, 100, 10).length == 0);
   CHECK(seq_span(nullptr, used, 1, 100, 300).length == 5);
   CHECK(seq_span(nullptr, nullptr, 1, 100, 300).length == 100);
+}
+
+TEST_CASE("gaps have the rows of no sequence, and no others") {
+  Draw draw;
+  for (int n = 0; n < 3000; ++n) {
+    const int batch = draw.from(0, 6), total = draw.from(0, 30);
+    const int longest = draw.flag() ? total : draw.from(0, 10);
+    std::vector<int> cu{draw.flag() ? 0 : draw.from(-2, total + 2)}, used;
+    for (int b = 0; b < batch; ++b) {
+      cu.push_back(draw.of({draw.from(-2, total + 2), cu.back() + draw.from(0, 9), cu.back(), 0}));
+      used.push_back(draw.from(-1, 9));
+    }
+    const int* const lengths = draw.flag() ? used.data() : nullptr;
+    auto span_of = [&](int b) { return seq_span(cu.data(), lengths, b, longest, total); };
+    std::vector<bool> in_sequence(total), in_gap(total);
+    auto mark = [](std::vector<bool>& rows, int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row) rows[row] = true;
+    };
+    for (int b = 0; b < batch; ++b) mark(in_sequence, span_of(b).offset, span_of(b).offset + span_of(b).length);
+    for (int b = 0; b <= batch; ++b) {
+      const RowRange gap = gap_of(b, batch, total, span_of);
+      mark(in_gap, gap.begin, gap.end);
+    }
+    in_sequence.flip();
+    CAPTURE(listed(cu));
+    CAPTURE(listed(used));
+    CHECK(in_gap == in_sequence);
+  }
 }
 
 TEST_CASE("no offsets and lengths name a row outside of the tensor") {

@@ -282,8 +282,9 @@ def test_malformed_offsets_are_clamped(make, name, side):
 def test_offsets_that_end_with_zeros(make, side, deterministic):
     """The sequences before them have all their rows."""
     case = VarlenCase(
-        lengths_q=(170, 64, 64, 64), lengths_k=(170, 64, 64, 64), max_seqlen=362, dtype=BF16
-    )
+        lengths_q=(170, 64, 64, 64), lengths_k=(170, 64, 64, 64), max_seqlen=362, dtype=BF16,
+        sink=True,
+    )  # fmt: skip
     inputs = make(case)
     got, meant = (
         with_lengths(inputs, **{f"cu_seqlens_{side}": offsets})

@@ -1,14 +1,15 @@
 // Rows that belong to no packed sequence: their outputs become 0, their statistics those of a row that sees no key, for
-// any values in the index tensors. Backward's first pass fills them; kernels/passes/zero_fill.h does before all others.
+// any values in the index tensors. Backward's first pass fills them while others write;
+// kernels/passes/zero_fill.h does before all others.
 #pragma once
 
-#include "core/layout/seq.h"
+#include "core/layout/gaps.h"
 #include "core/workspace.h"
 #include "kernels/common/fragment.h"
 
 namespace flash_cute {
 
-// One output of packed sequences. Gap b lies between the end of sequence b - 1 and the start of sequence b.
+// One output of packed sequences.
 struct GapFill {
   const int *cu, *used;  // [batch + 1]; [batch], may be null
   int batch, longest;
@@ -29,19 +30,6 @@ struct GapFill {
             head_dim,      bytes,           out,     {},         {},        0.f};
   }
 
-  struct Rows {
-    int64_t begin, end;
-  };
-  CUTE_DEVICE Rows gap(int b) const {
-    auto span = [&](int i) { return seq_span(cu, used, i, longest, total); };
-    Rows rows{0, b < batch ? span(b).offset : total};
-    if (b > 0) {
-      const SeqSpan before = span(b - 1);
-      rows.begin = before.offset + before.length;
-    }
-    return rows;
-  }
-
   CUTE_DEVICE void clear(int64_t row, int head, int col) const {
     const int64_t at = row * out.row + head * out.head + col;
     if (element_bytes == 2) {
@@ -56,19 +44,21 @@ struct GapFill {
     const int lane = threadIdx.x % 32;
     CUTE_NO_UNROLL
     for (int first_gap = 32 * warp; first_gap <= batch; first_gap += 32 * warps) {
-      Rows own{0, 0};
-      if (first_gap + lane <= batch) own = gap(first_gap + lane);
+      RowRange own{0, 0};
+      if (first_gap + lane <= batch) {
+        own = gap_of(first_gap + lane, batch, total, [&](int i) { return seq_span(cu, used, i, longest, total); });
+      }
       CUTE_NO_UNROLL
       for (uint32_t left = __ballot_sync(~0u, own.begin < own.end); left != 0; left &= left - 1) {
         const int source = __ffs(static_cast<int>(left)) - 1;
-        const Rows rows{__shfl_sync(~0u, own.begin, source), __shfl_sync(~0u, own.end, source)};
+        const RowRange rows{__shfl_sync(~0u, own.begin, source), __shfl_sync(~0u, own.end, source)};
         fill(rows, 32 * part + lane, 32 * parts);
       }
     }
   }
 
  private:
-  CUTE_DEVICE void fill(const Rows& rows, int start, int step) const {
+  CUTE_DEVICE void fill(const RowRange& rows, int start, int step) const {
     const int64_t of_row = int64_t(heads) * head_dim;
     CUTE_NO_UNROLL
     for (int64_t i = rows.begin * of_row + start; i < rows.end * of_row; i += step) {
