@@ -24,6 +24,7 @@ class Family {
     bool runs_on_later = false;  // GPUs later than its arch run its code
     bool takes_overrides = false;  // forward splits keys and packs heads: FwdOverrides
     bool reads_caches = false;     // forward may replace decode over a cache
+    bool sums_dq = true;  // backward has a workspace, with fp32 sums of dQ
   };
   const Facts facts;
   const std::span<const KernelConfig> rows;
@@ -53,10 +54,11 @@ class Family {
   virtual ForwardSpeed forward_speed(const KernelConfig&) const { return {.rate = 1, .tile_keys = 0}; }
   virtual int max_pack_gqa(const KernelConfig&) const { return 1; }
   virtual int resident(const KernelConfig&, const Device&) const { return 0; }
+  // Whether forward fills the rows that belong to no packed sequence; else a pass does.
+  virtual bool fills_gaps(const KernelConfig&, const FwdProblem&) const { return false; }
 
-  // For backward: its plan, and the columns of its sums of dQ in the workspace, 0 if it has no workspace.
+  // For backward: its plan.
   virtual BwdPlan backward_plan(const KernelConfig& config, const BwdProblem& problem, const Device& gpu) const = 0;
-  virtual int dq_columns(const KernelConfig& config) const = 0;
 
   // For decode: its cost with even splits, and how it splits its work, added to a plan with all other numbers.
   virtual double decode_cost(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu) const = 0;

@@ -34,8 +34,7 @@ static bool takes_strips(const KernelConfig& config, const BwdProblem& p, const 
 }
 
 BwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const BwdProblem& p, const BwdPlan& plan) {
-  const int dq_columns = family_of(config).dq_columns(config);
-  if (dq_columns == 0) return {};
+  if (!family_of(config).facts.sums_dq) return {};
   const FwdProblem& f = p.fwd;
   const bool dense = f.dense();
   auto padded_rows = [&](int block, int seqlen, int64_t total) {  // of a head
@@ -48,7 +47,7 @@ BwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const BwdProblem&
   BwdWorkspace work;
   work.lse_log2 = stats();
   work.row_dot = stats();
-  work.dq_accum = arena.take(product({all_rows, dq_columns}));
+  work.dq_accum = arena.take(product({all_rows, config.head_dim}));
   work.slabs_of_head = dense ? 0 : padded_rows(kSlabRows, f.seqlen_k, f.total_k) / kSlabRows;
   if (plan.sums_of_splits) {
     const int keys = config.block_n * config.cluster;

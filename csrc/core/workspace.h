@@ -35,7 +35,7 @@ constexpr int kSlabRows = 64;  // keys of a slab of BwdWorkspace::split_sums: a 
 struct BwdWorkspace {
   RowStats lse_log2{};        // lse / ln 2; +inf where a row does not exist or sees no key. Rows are PaddedRows.
   RowStats row_dot{};         // softmax_d / rules.gradient_scale(), 0 where a row does not exist
-  float* dq_accum = nullptr;  // [b, h, rows, dq_columns() of the kernel], each block of rows in an order of its own
+  float* dq_accum = nullptr;  // [b, h, rows, head_dim of the kernel], each block of rows in an order of its own
   // [b, h, rows / block_m, warps]: key tiles that have added to a query tile (Serialized), or 1 once the first has
   // stored (FirstStores). Atomic: element 0 counts the steps, or parts of walks, of all CTAs that share L2.
   int* dq_semaphores = nullptr;

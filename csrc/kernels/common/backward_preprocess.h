@@ -94,9 +94,9 @@ CUTE_DEVICE float partial_dot(const Element* a, bool vectors_a, const Element* b
 }
 
 // softmax_d = rowsum(dout * out) - dlse; lse / ln 2, +inf where a row does not exist or sees no key (exp2 of anything
-// minus it is 0); dQ semaphores and dQ sums to 0 (all, or those that no key tile starts), kDqColumns a row. CTAs behind
-// those of the tiles fill the rows of no packed sequence.
-template <KernelConfig C, int kDqColumns = C.head_dim>
+// minus it is 0); dQ semaphores and dQ sums to 0 (all, or those that no key tile starts). CTAs behind those of the tiles
+// fill the rows of no packed sequence.
+template <KernelConfig C>
 __global__ void __launch_bounds__(32 * C.warps, 1)
     backward_preprocess(const __grid_constant__ BwdParams p, const __grid_constant__ GapFills<Op::Bwd> gaps, int tiles,
                         bool all_zeros) {
@@ -113,9 +113,9 @@ __global__ void __launch_bounds__(32 * C.warps, 1)
   if (threadIdx.x < C.warps) p.dq_semaphores[tile.padded_row / C.block_m * C.warps + threadIdx.x] = 0;
   if (!tile.exists()) return;
   if (all_zeros || !QueryTilesOf<C>::any_adds(p.fwd, SeqInfo(p.fwd, tile.batch), {tile.row, tile.head, tile.batch})) {
-    float* const sums = p.dq_accum + tile.padded_row * kDqColumns;
+    float* const sums = p.dq_accum + tile.padded_row * C.head_dim;
     CUTE_UNROLL
-    for (int i = 4 * threadIdx.x; i < C.block_m * kDqColumns; i += 4 * kThreads) {
+    for (int i = 4 * threadIdx.x; i < C.block_m * C.head_dim; i += 4 * kThreads) {
       *reinterpret_cast<float4*>(sums + i) = make_float4(0.f, 0.f, 0.f, 0.f);
     }
   }

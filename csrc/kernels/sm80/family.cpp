@@ -53,8 +53,4 @@ BwdPlan Sm80Family::backward_plan(const KernelConfig& config, const BwdProblem& 
           .order = key_order(config, p)};
 }
 
-int Sm80Family::dq_columns(const KernelConfig& config) const {
-  return config.head_dim;
-}
-
 }  // namespace flash_cute::sm80

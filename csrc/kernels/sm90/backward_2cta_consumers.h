@@ -13,7 +13,6 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename TwoCtaTraits<C>::
                         const WorkOf<C>& work, const PipelineState<1>& at, const BackwardStep& step,
                         const MayAdd& may_add) {
   using T = TwoCtaTraits<C>;
-  constexpr bool kOwnKeysOnly = kInner && T::kInnerShared;
   const int atom = T::dq_atom(rank, kInner);
   typename T::MmaDq mma;
   Tensor acc = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<T::kAtom>>{});  // (MMA,1,1)
@@ -22,11 +21,11 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename TwoCtaTraits<C>::
     add_product(mma, mma.get_slice(0).partition_fragment_A(shared(ds)),
                 mma.get_slice(0).partition_fragment_B(shared(k)), acc);
   };
-  if constexpr (!kOwnKeysOnly) storage.pipeline_peer_ds.consumer_wait(at);
+  storage.pipeline_peer_ds.consumer_wait(at);
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   start_sum<GMMA::ScaleOut::Zero>(acc, [&] {
     add(storage.ds[0], storage.k + atom * T::kTile);
-    if constexpr (!kOwnKeysOnly) add(storage.ds[1], storage.k_of_other + (atom - rank * 2) * T::kTile);
+    add(storage.ds[1], storage.k_of_other + (atom - T::first_of_other(rank)) * T::kTile);
   });
   wait_products<0>(acc);
   may_add();
@@ -34,7 +33,7 @@ CUTE_DEVICE void add_dq(const BackwardParams& params, typename TwoCtaTraits<C>::
   const BwdParams& p = params.p;
   const int64_t padded_row =
       first_padded_row(p, C.block_m, work.tile.batch, step.head, work.seq.q.offset) + step.first_query;
-  float* const sums = T::dq_sums(p, padded_row, T::dq_place(rank, kInner)) + opaque(threadIdx.x) % 128 * 4;
+  float* const sums = T::dq_sums(p, padded_row, atom) + opaque(threadIdx.x) % 128 * 4;
   if (uses_semaphore(params.p.dq_accumulate) && storage.first_stores[PipelineState<T::kSemaphores>{at.count}.stage()]) {
     CUTE_UNROLL
     for (int i = 0; i < size(acc); i += 4) {
@@ -218,12 +217,15 @@ CUTE_DEVICE void accumulate_dkdv(const BackwardParams& params, typename TwoCtaTr
         storage.pipeline_ds.consumer_wait(of_scores);
         const bool waits = uses_semaphore(params.p.dq_accumulate);
         const PipelineState<T::kSemaphores> at_semaphore{at.count};
-        add_dq<C, true>(params, storage, rank, work, of_scores, step, [&] {
+        auto await_turn = [&] {
           // After this wait this tile may add, or it starts the sums.
           if (waits) storage.pipeline_semaphore.consumer_wait(at_semaphore);
+        };
+        if (T::has_inner(rank, step)) add_dq<C, true>(params, storage, rank, work, of_scores, step, await_turn);
+        add_dq<C, false>(params, storage, rank, work, of_scores, step, [&] {
+          storage.pipeline_ds.consumer_release(of_scores);
+          await_turn();
         });
-        add_dq<C, false>(params, storage, rank, work, of_scores, step,
-                         [&] { storage.pipeline_ds.consumer_release(of_scores); });
         if (waits) storage.pipeline_added.producer_commit(at_semaphore);
       }
     }

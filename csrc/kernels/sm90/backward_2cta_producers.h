@@ -55,7 +55,7 @@ CUTE_DEVICE void load_keys(const BackwardParams& params, typename TwoCtaTraits<C
   uint64_t* const landed =
       clears ? reinterpret_cast<uint64_t*>(&storage.landed_k) : storage.pipeline_k.producer_expect_tx(tile, kBytes);
   load(Int<T::kAtoms>{}, params.k, storage.k, landed, row, 0);
-  load(Int<T::kAtomsOfOther>{}, params.k, storage.k_of_other, landed, row_of_other, rank * 2);
+  load(Int<T::kAtomsOfOther>{}, params.k, storage.k_of_other, landed, row_of_other, T::first_of_other(rank));
   load(Int<C.head_dim_v / T::kAtom>{}, params.v, storage.v,
        storage.pipeline_v.producer_expect_tx(tile, C.block_n * C.head_dim_v * sizeof(Element)), row, 0);
   if (!clears) return;

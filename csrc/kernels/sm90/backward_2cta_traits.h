@@ -42,19 +42,19 @@ struct TwoCtaTraits {
   using MmaDq = decltype(make_tiled_mma(OpQ{}));  // dQ = dS K: one atom of columns
 
   // Each CTA sums two atoms of dQ's columns, an outer and an inner one. With three atoms the middle one is inner to
-  // both: each CTA adds its own keys' contribution, into separate sums.
-  static constexpr bool kInnerShared = kAtoms == 3;
+  // both: they take turns, by tiles of queries and heads, so that the semaphore of a tile orders its adds.
   CUTE_HOST_DEVICE static constexpr int dq_atom(int rank, bool inner) {
     return inner ? 1 + rank * (kAtoms - 3) : rank * (kAtoms - 1);
+  }
+  CUTE_DEVICE static bool has_inner(int rank, const BackwardStep& step) {
+    return kAtoms == 4 || (step.first_query / C.block_m + step.head) % C.cluster == rank;
   }
 
   // All columns of dQ, one atom per warpgroup of the postprocess.
   static constexpr int kDqGroups = kAtoms;
   using MmaQ = decltype(make_tiled_mma(OpQ{}, Layout<Shape<_1, Int<kDqGroups>, _1>>{}));
-  // The place of an atom among the four partial sums.
-  CUTE_HOST_DEVICE static constexpr int dq_place(int rank, bool inner) { return inner ? 1 + rank : 3 * rank; }
-  CUTE_DEVICE static float* dq_sums(const BwdParams& p, int64_t padded_row, int place) {
-    return p.dq_accum + padded_row * dq_columns(C) + place * kTile;
+  CUTE_DEVICE static float* dq_sums(const BwdParams& p, int64_t padded_row, int atom) {
+    return p.dq_accum + padded_row * C.head_dim + atom * kTile;
   }
 
   // Per thread after setmaxnreg; their sum over threads is what the CTA starts with.
@@ -65,8 +65,9 @@ struct TwoCtaTraits {
   // dQ semaphores that may be held before one is released.
   static constexpr int kSemaphores = 4;
 
-  // Atoms of the other CTA's K that meet its dS here.
-  static constexpr int kAtomsOfOther = kAtoms - 2;
+  // Atoms of the other CTA's K that meet its dS here, and the first of them.
+  static constexpr int kAtomsOfOther = 2;
+  CUTE_HOST_DEVICE static constexpr int first_of_other(int rank) { return rank * (kAtoms - kAtomsOfOther); }
 
   struct Storage {
     alignas(1024) Element k[kAtom * C.head_dim];  // dK in the epilogue

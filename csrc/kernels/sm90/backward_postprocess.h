@@ -29,27 +29,11 @@ __global__ void __launch_bounds__(kPostprocessThreads<C>)
   const int thread = threadIdx.x;
   typename T::MmaQ mma;
   Tensor tQrdQ = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim>>{});  // (MMA,MMA_M,1)
-  auto sums = [&](int place, int i) {
-    return *reinterpret_cast<const float4*>(T::dq_sums(p, tile.padded_row, place) + dq_place<C>(i, thread));
+  auto sums = [&](int i) {
+    return *reinterpret_cast<const float4*>(T::dq_sums(p, tile.padded_row, thread / 128) + dq_place<C>(i, thread));
   };
-  const int group = thread / 128;
-  if constexpr (dq_columns(C) == C.head_dim) {
-    CUTE_UNROLL
-    for (int i = 0; i < size(tQrdQ); i += 4) *reinterpret_cast<float4*>(&tQrdQ(i)) = sums(group, i);
-  } else {  // 2-CTA with three atoms of columns: the middle one has two partial sums
-    CUTE_UNROLL
-    for (int i = 0; i < size(tQrdQ); i += 4) *reinterpret_cast<float4*>(&tQrdQ(i)) = sums(group == 2 ? 3 : group, i);
-    if (group == 1) {
-      CUTE_UNROLL
-      for (int i = 0; i < size(tQrdQ); i += 4) {
-        const float4 more = sums(2, i);
-        tQrdQ(i) += more.x;
-        tQrdQ(i + 1) += more.y;
-        tQrdQ(i + 2) += more.z;
-        tQrdQ(i + 3) += more.w;
-      }
-    }
-  }
+  CUTE_UNROLL
+  for (int i = 0; i < size(tQrdQ); i += 4) *reinterpret_cast<float4*>(&tQrdQ(i)) = sums(i);
   const float scale = p.fwd.softmax_scale * p.fwd.rules.gradient_scale();
   CUTE_UNROLL
   for (int i = 0; i < size(tQrdQ); ++i) tQrdQ(i) *= scale;

@@ -43,13 +43,13 @@ int Sm90Family::max_pack_gqa(const KernelConfig& config) const {
   return sm90::max_pack_gqa(config);
 }
 
+bool Sm90Family::fills_gaps(const KernelConfig& config, const FwdProblem& p) const {
+  return sm90::fills_gaps(config, p.pages.ids != nullptr, p.batch);
+}
+
 // One CTA an SM.
 int Sm90Family::resident(const KernelConfig& config, const Device& gpu) const {
   return gpu.sms / config.cluster;
-}
-
-int Sm90Family::dq_columns(const KernelConfig& config) const {
-  return sm90::dq_columns(config);
 }
 
 }  // namespace flash_cute::sm90

@@ -20,9 +20,9 @@ class Sm90Family final : public Family {
   ForwardSpeed forward_speed(const KernelConfig& config) const override;
   int max_pack_gqa(const KernelConfig& config) const override;
   int resident(const KernelConfig& config, const Device& gpu) const override;
+  bool fills_gaps(const KernelConfig& config, const FwdProblem& problem) const override;
 
   BwdPlan backward_plan(const KernelConfig& config, const BwdProblem& problem, const Device& gpu) const override;
-  int dq_columns(const KernelConfig& config) const override;
 
   double decode_cost(const KernelConfig& config, const DecodeProblem& problem, const Device& gpu) const override;
   void plan_decode(DecodeParams& p, const KernelConfig& config, const Device& gpu) const override;

@@ -40,6 +40,12 @@ constexpr int max_pack_gqa(const KernelConfig& c) {
   return c.op == Op::Fwd && c.block_m == 128 && c.cluster == 1 && c.tiles == TileKind::Interval ? 8 : 1;
 }
 
+// Forward: whether a warp of each CTA fills the rows of no packed sequence: one that does not load pages, and goes over
+// few sequences.
+constexpr bool fills_gaps(const KernelConfig& c, bool in_pages, int sequences) {
+  return c.cluster == 1 && !in_pages && 0 < sequences && sequences <= 128;
+}
+
 // Backward: 2-CTA clusters with half a tile of keys each (backward_2cta.h).
 constexpr bool two_cta(const KernelConfig& c) {
   return c.cluster > 1;
@@ -48,11 +54,6 @@ constexpr bool two_cta(const KernelConfig& c) {
 // Backward: one of the two warpgroups computes all columns of dQ, in turn, as half of them are no whole swizzle atoms.
 constexpr bool alternates_dq(const KernelConfig& c) {
   return !two_cta(c) && c.head_dim % 64 != 0;
-}
-
-// Backward: columns of the sums of dQ. The 2-CTA backward with 192 columns has two partial sums of 64 of them.
-constexpr int dq_columns(const KernelConfig& c) {
-  return two_cta(c) ? 256 : c.head_dim;
 }
 
 // Bytes of a tile of K and one of V.
@@ -86,7 +87,7 @@ constexpr int backward_bytes(const KernelConfig& c) {
   const int ds = 2 * c.block_m * c.block_n * element;
   const int common = bytes_of_keys(c) + queries + ds + kBookkeeping;
   if (two_cta(c)) {
-    const int k_of_other = c.block_n * (c.head_dim - 128) * element;
+    const int k_of_other = c.block_n * 128 * element;  // two atoms of columns
     return (common + k_of_other + kSwizzled - 1) / kSwizzled * kSwizzled;
   }
   const int next_k = c.block_n * c.head_dim * element, steps = c.walks_lists() ? kListedSteps : 0;

@@ -11,7 +11,6 @@ class Fp32Family final : public Sm80Family {
   constexpr explicit Fp32Family(std::span<const KernelConfig> rows) : Sm80Family(rows, 4) {}
 
   int smem_bytes(const KernelConfig& config) const override;
-  int dq_columns(const KernelConfig&) const override { return 0; }
 };
 
 }  // namespace flash_cute::sm80::fp32
