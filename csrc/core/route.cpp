@@ -48,7 +48,7 @@ struct RouteChooser {
     const FwdPlan plan = make_plan(kernel, problem, gpu, given ? of_limit : calibrated_overrides(kernel, problem, gpu));
     return {&kernel,
             plan,
-            {.zero_fill = !problem.dense(),
+            {.zero_fill = !problem.dense() && !family_of(kernel).fills_gaps(kernel, problem),
              .combine_splits = plan.num_splits > 1,
              .probabilities = problem.softmax != nullptr}};
   }

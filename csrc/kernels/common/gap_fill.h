@@ -1,6 +1,6 @@
 // Rows that belong to no packed sequence: their outputs become 0, their statistics those of a row that sees no key, for
-// any values in the index tensors. Backward's first pass fills them while others write;
-// kernels/passes/zero_fill.h does before all others.
+// any values in the index tensors. Backward's first pass fills them, and Hopper's forward, while
+// others write; kernels/passes/zero_fill.h does before all others.
 #pragma once
 
 #include "core/layout/gaps.h"
@@ -39,34 +39,39 @@ struct GapFill {
     }
   }
 
-  // A warp's share: some gaps are each warp's of a CTA, and part `part` of all `parts` of their rows each CTA's.
-  CUTE_DEVICE void fill(int warp, int warps, int part, int parts) const {
+  // A warp's share: some gaps are each warp's of a CTA, and every `ctas`-th of their rows each CTA's.
+  CUTE_DEVICE void fill(int warp, int warps, int cta, int ctas) const {
     const int lane = threadIdx.x % 32;
+    bool ascending = true;
+    CUTE_NO_UNROLL
+    for (int b = lane; b < batch; b += 32) ascending = ascending && cu[b] <= cu[b + 1];
+    ascending = __all_sync(~0u, ascending);
     CUTE_NO_UNROLL
     for (int first_gap = 32 * warp; first_gap <= batch; first_gap += 32 * warps) {
       RowRange own{0, 0};
       if (first_gap + lane <= batch) {
-        own = gap_of(first_gap + lane, batch, total, [&](int i) { return seq_span(cu, used, i, longest, total); });
+        own = gap_of(first_gap + lane, batch, total, ascending,
+                     [&](int i) { return seq_span(cu, used, i, longest, total); });
       }
       CUTE_NO_UNROLL
       for (uint32_t left = __ballot_sync(~0u, own.begin < own.end); left != 0; left &= left - 1) {
         const int source = __ffs(static_cast<int>(left)) - 1;
-        const RowRange rows{__shfl_sync(~0u, own.begin, source), __shfl_sync(~0u, own.end, source)};
-        fill(rows, 32 * part + lane, 32 * parts);
+        const int64_t begin = __shfl_sync(~0u, own.begin, source), end = __shfl_sync(~0u, own.end, source);
+        CUTE_NO_UNROLL
+        for (int64_t row = begin + cta; row < end; row += ctas) fill_row(row, lane);
       }
     }
   }
 
  private:
-  CUTE_DEVICE void fill(const RowRange& rows, int start, int step) const {
-    const int64_t of_row = int64_t(heads) * head_dim;
+  CUTE_DEVICE void fill_row(int64_t row, int lane) const {
     CUTE_NO_UNROLL
-    for (int64_t i = rows.begin * of_row + start; i < rows.end * of_row; i += step) {
-      clear(i / of_row, static_cast<int>(i % of_row / head_dim), static_cast<int>(i % head_dim));
+    for (int head = 0; head < heads; ++head) {
+      CUTE_NO_UNROLL
+      for (int col = lane; col < head_dim; col += 32) clear(row, head, col);
     }
     CUTE_NO_UNROLL
-    for (int64_t i = rows.begin * heads + start; i < rows.end * heads; i += step) {
-      const int64_t row = i / heads, head = i % heads;
+    for (int head = lane; head < heads; head += 32) {
       if (first.ptr != nullptr) first.ptr[head * first.head + row] = statistic;
       if (second.ptr != nullptr) second.ptr[head * second.head + row] = statistic;
     }

@@ -71,8 +71,10 @@ __global__ void __cluster_dims__(C.cluster, 1, 1) __launch_bounds__(threads(C), 
         if (warp == 1) produce_from_pages<C, true>(params, storage);
         if (warp == 2) produce_from_pages<C, false>(params, storage);
       }
-    } else if (warp == 1 && elect_one_sync()) {
-      produce_values<C>(params, storage);
+    } else if (warp == 1) {
+      if (elect_one_sync()) produce_values<C>(params, storage);
+    } else if (fills_gaps(C, false, params.p.batch) && !params.p.dense()) {
+      params.gaps.fill(0, 1, blockIdx.x, gridDim.x);
     }
   } else if (has_mask_warpgroup(C) && group == T::kGroups + 1) {
     cutlass::arch::warpgroup_reg_dealloc<T::kServingRegisters>();
@@ -92,6 +94,7 @@ template <KernelConfig C>
 cudaError_t launch_forward(const FwdParams& p, cudaStream_t stream) {
   ForwardParams params;
   params.p = p;
+  params.gaps = GapFills<Op::Fwd>::of_outputs(p);
   const bool merges = p.num_splits > 1;
   if (merges) {
     params.p.lse = p.split_lse;

@@ -5,6 +5,7 @@
 #include "core/workspace.h"
 #include "core/problem.h"
 #include "kernels/common/forward_rules.h"
+#include "kernels/common/gap_fill.h"
 #include "kernels/common/query_tile.h"
 #include "kernels/common/softmax.h"
 #include "kernels/common/tile_kinds.h"
@@ -30,6 +31,7 @@ struct ForwardParams {
   int tokens;  // rows of tokens: tokens of a tile
   TileCounter tile_counter;  // of tiles of queries
   SoftmaxCap cap;
+  GapFills<Op::Fwd> gaps;
 };
 
 // A work tile: a tile of queries and the key tiles it visits; written by the producer, read by all roles.
