@@ -23,7 +23,7 @@ void plan_order(const KernelConfig& config, const FwdProblem& p, const Device& g
   const bool alike = p.dense() && p.band.is_open();
   const double longest = p.dense() ? 1 : longest_to_mean(p.seqlen_k, p.total_k, p.batch);
   plan.sets = HeadSets::of(static_cast<int>(std::clamp<int64_t>(heads, 1, std::max<int64_t>(1, all))), all,
-                           alike ? 1 : least_heads_of_last_set(plan.resident, tiles * plan.num_splits, longest));
+                           alike ? 1 : least_heads_of_last_set(2, plan.resident, tiles * plan.num_splits, longest));
 }
 
 }  // namespace

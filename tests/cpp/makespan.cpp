@@ -248,6 +248,23 @@ TEST_CASE("orders of tiles end nearly as early as longest first") {
     CHECK(forward.geomean() < 1.005);
     CHECK(backward.geomean() < 1.01);
     CHECK(forward.share_over(1.03) < .02);
-    CHECK(backward.share_over(1.03) < .1);  // parts of split tiles, whose numbers of steps are small and uneven
+    CHECK(backward.share_over(1.03) < .04);  // parts of split tiles, whose numbers of steps are small and uneven
+  }
+}
+
+TEST_CASE("the end of longest first is that of a schedule, for lengths that are spread evenly") {
+  Draw draw;
+  for (int n = 0; n < 300; ++n) {
+    const int workers = draw.from(8, 132), tiles = draw.from(1, 12 * workers);
+    const int shortest = draw.from(1, 4000), longest = shortest + draw.from(0, 4000);
+    std::vector<int> costs(tiles);
+    for (int i = 0; i < tiles; ++i) costs[i] = tiles == 1 ? longest : longest - (longest - shortest) * i / (tiles - 1);
+    const double mean = (longest + shortest) / 2.;
+    CAPTURE(workers);
+    CAPTURE(tiles);
+    CAPTURE(shortest);
+    CAPTURE(longest);
+    const double estimate = end_of_longest_first({double(longest), double(shortest), mean}, tiles, workers);
+    CHECK(estimate == doctest::Approx(makespan(costs, workers)).epsilon(.06));
   }
 }

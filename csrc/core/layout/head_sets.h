@@ -28,10 +28,10 @@ struct HeadSets {
   }
 };
 
-// Within a set the longest tiles come first. With two for each of the `resident` CTAs the last set's longest tiles do not
+// Within a set the longest tiles come first. With some for each of the `resident` CTAs the last set's longest tiles do not
 // begin when nothing is left to run beside them: `longest` as long as the mean. A head has `tiles`.
-inline int64_t least_heads_of_last_set(int resident, int tiles, double longest = 1) {
-  return static_cast<int64_t>(2 * longest * resident) / detail::at_least(1, tiles) + 1;
+inline int64_t least_heads_of_last_set(int tiles_of_cta, int resident, int tiles, double longest = 1) {
+  return static_cast<int64_t>(tiles_of_cta * longest * resident) / detail::at_least(1, tiles) + 1;
 }
 
 }  // namespace flash_cute

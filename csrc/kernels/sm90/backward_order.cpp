@@ -90,7 +90,7 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   // Bytes of queries in use at once, if the tiles that start together are all at different queries.
   const int64_t in_use = bytes_of_query(f) * together * keys / sets;
   const double longest = packed ? longest_to_mean(f.seqlen_q, f.total_q, f.batch) : 1;
-  const int64_t least_of_last = masked || packed ? least_heads_of_last_set(family_of(config).resident(config, gpu),
+  const int64_t least_of_last = masked || packed ? least_heads_of_last_set(3, family_of(config).resident(config, gpu),
                                                                            tiles * splits.count(), longest)
                                                  : 1;
   return {.tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
