@@ -99,8 +99,9 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
           .late_first = uses_semaphore(order) && !f.lists.on() && f.dense_keys() && one_head &&
                         tiles * splits.queries <= start_together,
           .heads_inside = inside,
-          .down_and_up =
-              inside && !packed && !f.lists.on() && (!serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
+          .down_and_up = inside && !f.lists.on() &&
+                         (packed ? !uses_semaphore(order)
+                                 : !serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
 }
 
 BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) const {
