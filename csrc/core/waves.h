@@ -90,6 +90,20 @@ Spread spread(int tiles, const ValueOf& value_of) {
   return {longest, shortest, sum / samples};
 }
 
+// When the last of `tiles` ends, if per_wave run at once, the longest first, and lengths are spread evenly. Two waves
+// even each other out; an odd one ends as uneven as its tiles are.
+inline double end_of_longest_first(const Spread& tile, double tiles, double per_wave) {
+  const double waves = tiles / per_wave;
+  const auto full = static_cast<int64_t>(waves);
+  const double rest = waves - static_cast<double>(full), step = (tile.longest - tile.shortest) / waves;
+  const auto even = static_cast<double>(full / 2 * 2);
+  const double evened = even * tile.longest - even * even * step / 2;
+  const double last = rest > 0 ? tile.shortest + rest * step : 0;
+  if (full % 2 == 0) return evened + last;
+  const double of_odd_wave = tile.longest - even * step;
+  return evened + std::max(of_odd_wave, of_odd_wave - step + last);
+}
+
 // Cost of `tiles` tiles in waves of per_wave.
 inline double cost_of(const Spread& tile, double tiles, double per_wave) {
   // The shortest tiles come last: the more equal tiles are, the emptier the last wave.

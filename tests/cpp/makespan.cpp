@@ -13,6 +13,7 @@
 #include "core/layout/key_splits.h"
 #include "core/layout/kv_tiles.h"
 #include "core/rows.h"
+#include "core/waves.h"
 #include "draw.h"
 #include "packed_order.h"
 

@@ -30,13 +30,19 @@ QuerySplits cheapest_query_splits(const KernelConfig& config, const FwdProblem& 
     return range.end - range.begin;
   };
   Spread queries = spread(tiles, [&](int tile) { return seeing(seq, tile); });
+  for (const int end : {0, std::max(0, tiles - 1)}) {  // of a causal mask the extremes, which no sample has
+    queries.longest = std::max(queries.longest, seeing(seq, end));
+    queries.shortest = std::min(queries.shortest, seeing(seq, end));
+  }
   if (!problem.dense()) queries.longest = std::max(queries.longest, seeing(SeqInfo(longest_sequence(problem), 0), 0));
   auto time_of = [&](const QuerySplits& splits) {
     auto time_with = [&](double steps) { return card.prologue_epilogue_us + step * (group / splits.heads) * steps; };
     auto most = [&](double steps) { return ceil_to(steps / splits.queries, 1); };
     const Spread times{time_with(most(queries.longest)), time_with(most(queries.shortest)),
                        time_with(queries.mean / splits.queries)};
-    const double time = cost_of(times, tiles * all_heads_k * splits.count(), std::max(1, gpu.sms / config.cluster));
+    const double all = tiles * all_heads_k * splits.count(), at_once = std::max(1, gpu.sms / config.cluster);
+    double time = cost_of(times, all, at_once);
+    if (problem.dense()) time = std::max(time, end_of_longest_first(times, all, at_once));
     return splits.count() == 1 ? time : time + merging(numbers * splits.count());
   };
   QuerySplits best;
