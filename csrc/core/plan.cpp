@@ -36,7 +36,8 @@ FwdPlan make_plan(const KernelConfig& config, const FwdProblem& p, const Device&
                .resident = family_of(config).resident(config, gpu)};
   // Of a cache the host knows the capacity alone. If most sequences are shorter, the longest gets more splits.
   if (p.varlen.used_k != nullptr && p.batch > 1 && plan.num_splits > 1 && overrides.num_splits == 0) {
-    plan.num_splits = std::max(plan.num_splits, std::min(2 * plan.num_splits, most_splits(config, p, heads, gpu.sms)));
+    plan.num_splits =
+        std::max(plan.num_splits, std::min(3 * plan.num_splits / 2, most_splits(config, p, heads, gpu.sms)));
   }
   plan_order(config, p, gpu, plan);
   return plan;
