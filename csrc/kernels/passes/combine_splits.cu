@@ -70,9 +70,10 @@ __global__ void __launch_bounds__(32 * kRows * kWarps, 1) merge_rows(const __gri
 template <class Element>
 cudaError_t launch(FwdParams p, cudaStream_t stream) {
   constexpr int kRows = 4, kWarps = 4, kFewSplits = 4, kManySplits = 16;
+  constexpr int kManyRows = 1024;  // fill all SMs of a Hopper GPU with CTAs that read many splits at once
   const int64_t rows = p.batch == 0 ? 0 : p.all_rows() * p.heads, ctas = cute::ceil_div(rows, kRows);
   if (rows == 0) return cudaSuccess;
-  if (p.num_splits <= kFewSplits) {
+  if (p.num_splits <= kFewSplits || (p.num_splits <= kManySplits && rows > kManyRows)) {
     return launch_with_pdl<merge_rows<Element, kRows, 1, kFewSplits>>({ctas, 32 * kRows, 0}, stream, p);
   }
   if (p.num_splits <= kManySplits) {
