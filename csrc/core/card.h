@@ -30,10 +30,11 @@ struct Card {
   struct Forward {
     // Indexed by columns of K: 64, up to 128, more. For tiles of 192 or 128 queries; pairs are clusters of two CTAs.
     ForwardSpeed narrow_192, narrow_128, middle_192, middle_192_pairs, middle_128, middle_128_pairs, wide, wide_pairs;
+    ForwardSpeed d96_128;  // 96 columns, tiles of 128 queries
     double worthwhile;  // splits are used if they take at most this fraction of the time without splits
     double kernel_us;  // time of one more kernel
     double number_us;  // time of an fp32 number that a split writes and combine reads
-    double empty_row;  // time of an empty row, relative to a full one: it draws less power
+    double idle_group;  // time of a warpgroup without tokens, relative to one with: the other has no turns to take
     double token_rows, token_rows_wide;  // rate of rows of tokens, relative to those of one head
   } forward;
 
@@ -93,10 +94,11 @@ inline constexpr Card kH200 = {
                 .middle_128_pairs = {666, 290},
                 .wide = {660, 250},
                 .wide_pairs = {700, 250},
+                .d96_128 = {520, 290},
                 .worthwhile = 0.95,
                 .kernel_us = 4.5,
                 .number_us = 1 / 3e5,
-                .empty_row = 0.6,
+                .idle_group = 0.5,
                 .token_rows = 0.9,
                 .token_rows_wide = 0.8},
     .cached = {.mean = 0.58, .longest = 0.87, .forward_us = 6, .decode_rows = 16, .paged_rows = 32},

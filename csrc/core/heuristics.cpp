@@ -77,19 +77,22 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   const int rows = queries_of_tile(config, one), tiles = row_tiles(config, one);
   const double work_tiles = double(tiles) * (problem.heads / heads) * problem.batch;
   const double resident_ctas = resident_ctas_of(config, gpu.sms);
-  const double filled_rows = std::min(1.0, double(one.seqlen_q) * heads / config.block_m);  // of the fullest CTA
-  const double filled = tiles == 1 ? card.empty_row + (1 - card.empty_row) * filled_rows : 1;
+  // Warpgroups without tokens pass over. Other rows that do not exist take as long as those that do.
+  constexpr double kGroupRows = 64;
+  const bool passes_over = tiles == 1 && config.packs_tokens();
+  const double of_groups = passes_over ? ceil_to(double(one.seqlen_q) * heads, kGroupRows) : config.block_m;
+  const double rows_used = of_groups + card.idle_group * (config.block_m - of_groups);
   const double merging = card.number_us * problem.all_rows() * problem.heads * config.head_dim_v;
   const bool is_only_reader = tiles == 1 && heads * problem.heads_k == problem.heads;  // of its keys
   auto time_with = [&](int splits) {
     auto time_of_tile = [&](const FwdProblem& p, int tile) {
       const RowSpan keys = visible_keys(SeqInfo(p, 0), p.band, tile * rows, rows);
       const double of_split = ceil_to(double(std::max(0, keys.last - keys.first)) / splits, config.block_n);
-      const double products = filled * products_us(config, config.block_m, of_split + waiting_keys, rate);
+      const double products = products_us(config, rows_used, of_split + waiting_keys, rate);
       const double readers = std::min(work_tiles * splits, resident_ctas);
       const double reading = is_only_reader ? reading_us(one, of_split, readers, gpu) : 0;
       const double together = std::max(products, reading) + kCard.not_overlapped * std::min(products, reading);
-      return together + filled * products_us(config, config.block_m, tile_keys, rate);
+      return together + products_us(config, rows_used, tile_keys, rate);
     };
     Spread times = spread(tiles, [&](int tile) { return time_of_tile(one, tile); });
     if (!problem.dense()) times.longest = time_of_tile(longest, std::max(0, row_tiles(config, longest) - 1));

@@ -26,11 +26,11 @@ double Sm90Family::decode_cost(const KernelConfig& config, const DecodeProblem& 
   const int64_t rows = int64_t(f.seqlen_q) * (f.heads / std::max(1, f.heads_k));
   const auto tiles = static_cast<double>((rows + config.block_m - 1) / config.block_m * f.heads_k * f.batch);
   const int ctas = ctas_of_tile(p, config, gpu);
-  const double waves = std::max(1.0, ceil_to(tiles * ctas / gpu.sms, 1));
+  const double all_waves = std::max(1.0, tiles * ctas / gpu.sms), waves = ceil_to(all_waves, 1);
   const double keys = expected_keys(p, waves == 1), blocks = ceil_to(keys / config.block_n, 1);
   const double time_of_blocks = waves * ceil_to(blocks / ctas, 1) * card.cluster_block_us;
   const bool wide = config.head_dim > 128;  // half the warps
-  const double later = (waves - 1) * (wide ? card.cluster_wave_us_wide : card.cluster_wave_us);
+  const double later = (all_waves - 1) * (wide ? card.cluster_wave_us_wide : card.cluster_wave_us);
   const double reading = reading_us(f, tiles * expected_keys(p, false) / gpu.sms, gpu.sms, gpu);
   return (wide ? card.cluster_us_wide : card.cluster_us) + std::max(time_of_blocks + later, reading);
 }

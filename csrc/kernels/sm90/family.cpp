@@ -28,6 +28,7 @@ static ForwardSpeed speed_of(const KernelConfig& config) {
   const Card::Forward& card = kCard.forward;
   if (config.head_dim == 64) return config.block_m == 192 ? card.narrow_192 : card.narrow_128;
   if (config.head_dim > 128) return config.cluster == 2 ? card.wide_pairs : card.wide;
+  if (config.head_dim == 96 && config.block_m == 128 && !config.packs_tokens()) return card.d96_128;
   if (config.block_m == 192) return config.cluster == 2 ? card.middle_192_pairs : card.middle_192;
   return config.cluster == 2 ? card.middle_128_pairs : card.middle_128;
 }
