@@ -87,7 +87,7 @@ inline constexpr Card kH200 = {
     .sm_gb_s = 63,
     .not_overlapped = 0.15,
     .forward = {.narrow_192 = {692, 170},
-                .narrow_128 = {534, 250},
+                .narrow_128 = {534, 260},
                 .middle_192 = {692, 190},
                 .middle_192_pairs = {700, 220},
                 .middle_128 = {639, 290},

@@ -264,7 +264,7 @@ def test_a_limit_holds_for_the_backward_of_its_calls(monkeypatch):
     assert ids and calls == 2 * [ids, ""]
 
 
-FEW_QUERIES = k.Problem(heads=32, heads_k=8, seqlen_q=16, seqlen_k=8192)
+FEW_QUERIES = k.Problem(heads=32, heads_k=8, seqlen_q=32, seqlen_k=8192)
 
 
 @pytest.mark.parametrize("num_splits", [1, 2, 5, 33, 64])
@@ -281,7 +281,7 @@ def test_num_splits_and_pack_gqa_override_the_estimates(num_splits, pack_gqa):
             return
         plan = k.plan(FEW_QUERIES, "h100")
     assert (plan.kernel, plan.num_splits, plan.pack_gqa) == (free.kernel, num_splits, pack_gqa)
-    rows = 0 if num_splits == 1 else num_splits * 32 * 16
+    rows = 0 if num_splits == 1 else num_splits * 32 * 32
     assert plan.workspace_bytes == 4 * rows * (128 + 1)
     with k.only(pack_gqa=pack_gqa):
         assert k.plan(FEW_QUERIES, "h100").pack_gqa == pack_gqa
