@@ -133,7 +133,7 @@ def test_decoding(tmp_path):
 
 
 FEW_QUERIES = [
-    Problem(heads=32, heads_k=8, seqlen_q=16, seqlen_k=n, causal=True) for n in (4096, 8192)
+    Problem(heads=32, heads_k=8, seqlen_q=32, seqlen_k=n, causal=True) for n in (4096, 8192)
 ]
 
 
