@@ -23,6 +23,7 @@ from flash_cute.ops import (
     flops,
     fp8,
     pooled_softmax,
+    quantize,
     sharding,
     tile_lists,
     vmap,
@@ -87,5 +88,6 @@ for _layer in (
     tile_lists,
     pooled_softmax,
     fp8,
+    quantize,
 ):
     _layer.register(_library)

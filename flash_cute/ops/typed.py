@@ -215,6 +215,16 @@ class Fp8VarlenFwdCall(NamedTuple):
     dtype: torch.dtype | None = None
 
 
+class QuantizeE4M3Call(NamedTuple):
+    x: Tensor
+    cu_seqlens: Tensor | None = None
+    scaling: str = "head"
+    heads_k: int | None = None
+    power_of_two: bool = False
+    hadamard: bool = False
+    subtract_mean: bool = False
+
+
 class CombineCall(NamedTuple):
     out_partial: Tensor
     lse_partial: Tensor
@@ -565,6 +575,19 @@ class Fp8VarlenFwd(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class QuantizeE4M3(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        scaling: str = "head",
+        heads_k: int | None = None,
+        power_of_two: bool = False,
+        hadamard: bool = False,
+        subtract_mean: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
+
+
 class Combine(Protocol):
     def __call__(
         self, out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None = None
@@ -580,6 +603,7 @@ class Ops(Protocol):
     attend_kvcache: AttendKvcache
     fp8_fwd: Fp8Fwd
     fp8_varlen_fwd: Fp8VarlenFwd
+    quantize_e4m3: QuantizeE4M3
     combine: Combine
 
 
