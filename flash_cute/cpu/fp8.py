@@ -116,13 +116,14 @@ def _score_factors(tiles: Tiles, descales: Descales) -> tuple[Tensor, Tensor | N
     of_rows = torch.full((n, 1, 1, 1), tiles.options.scale, dtype=torch.float32, device="cpu")
     of_keys = None
     of_q, of_k, _ = descales
-    if of_q is not None:
-        heads = of_q if of_q.dim() == 2 else of_q.transpose(1, 2).reshape(n, tiles.group, -1)
-        of_rows = of_rows * (heads.reshape(n, 1, 1, 1) if of_q.dim() == 2 else heads[..., None])
+    if of_q is not None and of_q.dim() == 2:
+        of_rows = of_rows * of_q.reshape(n, 1, 1, 1)
+    elif of_q is not None:
+        of_rows = of_rows * of_q.transpose(1, 2).reshape(n, tiles.group, tiles.seqlen_q, 1)
     if of_k is not None and of_k.dim() == 2:
         of_rows = of_rows * of_k.reshape(n, 1, 1, 1)
     elif of_k is not None:
-        of_keys = of_k.transpose(1, 2).reshape(n, 1, -1)
+        of_keys = of_k.transpose(1, 2).reshape(n, 1, tiles.seqlen_k)
     return of_rows.expand(n, tiles.group, tiles.seqlen_q, 1), of_keys
 
 

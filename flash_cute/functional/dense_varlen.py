@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,9 +9,10 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import check, ops
-from flash_cute.call import fp8, spellings, validate
-from flash_cute.call.autocast import without_autocast
+from flash_cute.call import spellings, validate
+from flash_cute.call.fp8 import has_fp8_arguments
 from flash_cute.call.refusal import is_refusal
+from flash_cute.functional import fp8
 from flash_cute.functional.run import (
     Result,
     are_counts,
@@ -159,27 +159,23 @@ def flash_attn_func(
                 raise
             refused.append(error.with_traceback(None))
     return_lse = spellings.check_extra_kwargs(flash_attn_func, others) or return_lse
-    descales, widening = (q_descale, k_descale, v_descale), None
-    if fp8.has_fp8_arguments((q, k, v), descales, out_dtype):
-        widening = fp8.Fp8Widening.of(q, k, v, descales, out_dtype, out)
-        q, k, v = widening.widen(q, k, v)
-    else:
-        q, k, v = autocast.cast(q, k, v)
-    q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
-    validate.dense(q, k, v)
-    check.dense(q, k)
-    if widening is not None:
-        q, softmax_scale = widening.descale(q, k, v, softmax_scale)
-    call = FwdCall(
-        q, k, v, softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
+    score: Any = (
+        softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
     )  # fmt: skip
-    with nullcontext() if widening is None else without_autocast(q.device):
-        result = run(
-            call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
-            refused=refused, sparse=sparse,
+    descales = (q_descale, k_descale, v_descale)
+    if has_fp8_arguments((q, k, v), descales, out_dtype):
+        return fp8.attention(
+            FwdCall(q, k, v, *score), descales, out_dtype, out, return_lse=return_lse,
+            return_rng=return_rng, generator=generator, sparse=sparse,
         )  # fmt: skip
-    return result if widening is None else widening.finish(result)
+    q, k, v = spellings.copy_if_last_dim_strided(*autocast.cast(q, k, v))
+    validate.dense(q, k, v)
+    check.dense(q, k)
+    return run(
+        FwdCall(q, k, v, *score), return_lse=return_lse, return_rng=return_rng,
+        generator=generator, out=out, refused=refused, sparse=sparse,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -290,32 +286,31 @@ def flash_attn_varlen_func(
                 raise
             refused.append(error.with_traceback(None))
     return_lse = spellings.check_extra_kwargs(flash_attn_varlen_func, others) or return_lse
-    descales, widening = (q_descale, k_descale, v_descale), None
-    if fp8.has_fp8_arguments((q, k, v), descales, out_dtype):
-        widening = fp8.Fp8Widening.of(q, k, v, descales, out_dtype, out)
-        q, k, v = widening.widen(q, k, v)
-    else:
-        q, k, v = autocast.cast(q, k, v)
-    q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
+    used: Any = (seqused_q, seqused_k)
+    score: Any = (
+        softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
+        dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
+    )  # fmt: skip
+    descales = (q_descale, k_descale, v_descale)
+    if has_fp8_arguments((q, k, v), descales, out_dtype):
+        given: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return fp8.attention(
+            VarlenFwdCall(q, k, v, *given, *used, zero_tensors, block_table, *score), descales,
+            out_dtype, out, return_lse=return_lse, return_rng=return_rng, generator=generator,
+            sparse=sparse,
+        )  # fmt: skip
+    q, k, v = spellings.copy_if_last_dim_strided(*autocast.cast(q, k, v))
     max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
     if cu_seqlens_k is None:
         k, v, cu_seqlens_k = spellings.pack_keys(k, v, seqused_k, block_table)
-    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
+    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *used)
     validate.varlen(q, k, v, *sequences, block_table)
     check.varlen(q, k, *sequences, block_table, zero_tensors)
-    if widening is not None:
-        q, softmax_scale = widening.descale(q, k, v, softmax_scale, cu_seqlens_q)
-    call = VarlenFwdCall(
-        q, k, v, *sequences, zero_tensors, block_table, softmax_scale, causal,
-        *spellings.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
-        return_attn_probs, return_max_logits,
+    return run(
+        VarlenFwdCall(q, k, v, *sequences, zero_tensors, block_table, *score),
+        return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
+        refused=refused, sparse=sparse,
     )  # fmt: skip
-    with nullcontext() if widening is None else without_autocast(q.device):
-        result = run(
-            call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
-            refused=refused, sparse=sparse,
-        )  # fmt: skip
-    return result if widening is None else widening.finish(result, cu_seqlens_q)
 
 
 def _call_op_unchecked(

@@ -115,7 +115,9 @@ def run(
     call = spellings.with_reals(call)
     if sparse is not None:
         call = _stored(call, sparse)
-    _validate(call, return_lse, return_rng)
+    check_options(call, return_lse, return_rng)
+    if call.q.is_cuda:
+        validate.cuda(call.q, call.v, call.sink)
     if refused:
         raise refused.pop()
     grad = needs_grad(call.q, call.k, call.v)
@@ -194,7 +196,8 @@ def _stored(call: Call, sparse: Sparse) -> Call:
     return call._replace(q=q, k=k, v=v)
 
 
-def _validate(call: Call, return_lse: bool, return_rng: bool) -> None:
+def check_options(call: Call, return_lse: bool, return_rng: bool) -> None:
+    """Checks all of a call but q, k, v and sequences, and not what the device supports."""
     validate.whole_sequences()
     validate.flag("return_attn_probs", call.return_softmax)
     validate.flag("return_lse", return_lse)
@@ -203,8 +206,6 @@ def _validate(call: Call, return_lse: bool, return_rng: bool) -> None:
     if isinstance(call, VarlenFwdCall):
         validate.flag("zero_tensors", call.zero_tensors)
     validate_options.check(call, batch_of(call))
-    if call.q.is_cuda:
-        validate.cuda(call.q, call.v, call.sink)
 
 
 def run_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:

@@ -220,13 +220,13 @@ def packed(
     contiguous_last(name, x)
 
 
-def is_descale_tensor(x: Any, name: str, q: Tensor) -> TypeGuard[Tensor]:
+def is_descale_tensor(x: Any, name: str, q: Tensor, of_q: str = "q") -> TypeGuard[Tensor]:
     """Whether a descale is a tensor; refuses other numbers than positive ones, and tensors that are
-    not where q is."""
+    not where q is, which is called ``of_q``."""
     if isinstance(x, Tensor):
         strided(name, x)
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
+            raise ValueError(f"{name} is on {x.device}, {of_q} on {q.device}; they must agree")
         return True
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is {kind_of(x)}; expected a number or a tensor")
