@@ -87,9 +87,12 @@ class FP8Attention(FlashAttention3):
     def _call(
         self, tensors: tuple[Tensor, ...], lengths: dict[str, Any], options: dict[str, Any]
     ) -> Tensor:
-        is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if is_trained and all(map(Tensor.numel, tensors)) and not torch.compiler.is_compiling():
-            return attention(tensors, self._form(len(tensors) == 1), lengths, **options)
+        form = self._form(len(tensors) == 1)
+        is_kept = form.is_computed(tensors[0])
+        if not is_kept and not torch.compiler.is_compiling():
+            is_kept = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if is_kept and all(map(Tensor.numel, tensors)):
+            return attention(tensors, form, lengths, **options)
         return super()._call(tensors, lengths, options)
 
     def extra_repr(self) -> str:

@@ -268,12 +268,12 @@ def flash_attn_varlen_func(
         and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
         and are_counts(max_seqlen_q, max_seqlen_k)
     )
+    told: tuple[Any, Any, int, int, Any, Any] = (
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+    )  # fmt: skip
     indices = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
     if is_default and is_direct(q, k, v, *indices):
         try:  # as in flash_attn_func
-            told: tuple[Any, Any, int, int, Any, Any] = (
-                cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            )  # fmt: skip
             result = _call_op_unchecked(
                 ops.varlen_fwd, q, k, v, softmax_scale, causal, return_lse, *told, zero_tensors,
                 block_table,
@@ -286,24 +286,21 @@ def flash_attn_varlen_func(
                 raise
             refused.append(error.with_traceback(None))
     return_lse = spellings.check_extra_kwargs(flash_attn_varlen_func, others) or return_lse
-    used: Any = (seqused_q, seqused_k)
     score: Any = (
         softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
     )  # fmt: skip
     descales = (q_descale, k_descale, v_descale)
     if has_fp8_arguments((q, k, v), descales, out_dtype):
-        given: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
         return fp8.attention(
-            VarlenFwdCall(q, k, v, *given, *used, zero_tensors, block_table, *score), descales,
-            out_dtype, out, return_lse=return_lse, return_rng=return_rng, generator=generator,
-            sparse=sparse,
+            VarlenFwdCall(q, k, v, *told, zero_tensors, block_table, *score), descales, out_dtype,
+            out, return_lse=return_lse, return_rng=return_rng, generator=generator, sparse=sparse,
         )  # fmt: skip
     q, k, v = spellings.copy_if_last_dim_strided(*autocast.cast(q, k, v))
     max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
     if cu_seqlens_k is None:
         k, v, cu_seqlens_k = spellings.pack_keys(k, v, seqused_k, block_table)
-    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *used)
+    sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences, block_table)
     check.varlen(q, k, *sequences, block_table, zero_tensors)
     return run(

@@ -7,65 +7,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flash_cute import _torch_internals as internals
-from flash_cute import check, ops
+from flash_cute import check
 from flash_cute.call import fp8, spellings, validate
 from flash_cute.call.autocast import without_autocast
 from flash_cute.call.rng import rng_of_call
 from flash_cute.call.sizes import batch_of
 from flash_cute.call.validate import fp8 as validate_fp8
 from flash_cute.cpu import varlen
-from flash_cute.functional.run import Call, Result, check_options, run
-from flash_cute.kernels import plan_log
+from flash_cute.functional.e4m3 import E4M3, Call, OpDescales, attend, why_widened
+from flash_cute.functional.run import Result, check_options, run
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
 from flash_cute.sparse.value import Sparse
 
-E4M3 = torch.float8_e4m3fn
 Descales = tuple[fp8.Descale, fp8.Descale, fp8.Descale]
-OpDescales = tuple[Tensor | None, Tensor | None, Tensor | None]
-
-
-def why_widened(
-    call: Call, out_dtype: torch.dtype | None = None, sparse: Sparse | None = None
-) -> tuple[str, ...]:
-    """The reasons for which a call with fp8 q and k is widened to 16 bits; none if the ops of e4m3
-    inputs, ``fp8_fwd`` and ``fp8_varlen_fwd``, compute it.
-
-    Example::
-
-        import torch
-        from flash_cute.fp8 import why_widened
-        from flash_cute.ops.typed import FwdCall
-
-        q, k, v = torch.randn(3, 2, 100, 8, 64).to(torch.float8_e4m3fn).unbind()
-        assert why_widened(FwdCall(q, k, v)) == ()
-        print(why_widened(FwdCall(q, k, v.bfloat16(), softcap=30.0)))
-    """
-    reasons = [
-        f"{name} has dtype {x.dtype}" for name, x in zip("qkv", call[:3], strict=True)
-        if x.dtype != E4M3
-    ]  # fmt: skip
-    device = call.q.device
-    if not ops.has_fp8_attention(device):
-        reasons.append(f"there are no kernels of e4m3 inputs for {device}")
-    if any(hasattr(x, "placements") for x in call[:3]):
-        reasons.append("q, k and v are DTensors")
-    if out_dtype == torch.float32:
-        reasons.append("out_dtype is torch.float32")
-    reasons += [
-        f"{name} is given" for name in ("softcap", "dropout_p") if not _is_zero(getattr(call, name))
-    ]  # fmt: skip
-    given = {"alibi_slopes": call.alibi_slopes is not None, "sparse": sparse is not None}
-    given |= {"return_attn_probs": call.return_softmax, "return_max_logits": call.return_row_max}
-    reasons += [f"{name} is given" for name, is_given in given.items() if is_given]
-    sink = call.sink
-    if isinstance(sink, Tensor) and sink.requires_grad and torch.is_grad_enabled():
-        reasons.append("sink requires grad")
-    return tuple(reasons)
-
-
-def _is_zero(x: Any) -> bool:
-    return type(x) in (int, float) and x == 0
 
 
 def attention(
@@ -88,7 +42,7 @@ def attention(
     options = call._replace(softmax_scale=_scale(call, descales))
     check_options(options, asked["return_lse"], asked["return_rng"])
     rng = rng_of_call(call.q, call.dropout_p, asked["generator"], call.rng)
-    found = _attend(options, _of_op(call, k_shape, descales), out_dtype)
+    found = attend(options, _of_op(call, k_shape, descales), out_dtype)
     results = [found[0], *([found[1]] if asked["return_lse"] else [])]
     results += [rng] if asked["return_rng"] else []
     return tuple(results) if len(results) > 1 else results[0]
@@ -98,7 +52,7 @@ def _prepared(call: Call, dtypes: tuple[torch.dtype, ...]) -> Any:
     """The call with contiguous rows and packed keys, whose q, k, v and sequences are valid."""
     q, k, v = spellings.copy_if_last_dim_strided(call.q, call.k, call.v)
     if isinstance(call, FwdCall):
-        validate.dense(q, k, v, dtypes)
+        validate.dense(q, k, v, dtypes=dtypes)
         check.dense(q, k)
         return call._replace(q=q, k=k, v=v)
     longest = spellings.integer(call.max_seqlen_q), spellings.integer(call.max_seqlen_k)
@@ -107,9 +61,10 @@ def _prepared(call: Call, dtypes: tuple[torch.dtype, ...]) -> Any:
         k, v, cu_seqlens_k = spellings.pack_keys(k, v, call.seqused_k, call.block_table)
     used = call.seqused_q, call.seqused_k
     sequences = (call.cu_seqlens_q, cu_seqlens_k, *longest, *used)
+    rest: Any = call[9:]
     validate.varlen(q, k, v, *sequences, call.block_table, dtypes=dtypes)
     check.varlen(q, k, *sequences, call.block_table, call.zero_tensors)
-    return VarlenFwdCall(q, k, v, *sequences, *call[9:])
+    return VarlenFwdCall(q, k, v, *sequences, *rest)
 
 
 def _scale(call: Any, descales: Descales) -> Any:
@@ -143,22 +98,6 @@ def _of_op(call: Any, k_shape: tuple[int, ...], descales: Descales) -> OpDescale
             x = x[None] if is_packed else x
         found.append(x)
     return found[0], found[1], found[2]
-
-
-def _attend(call: Any, descales: OpDescales, out_dtype: torch.dtype | None) -> Any:
-    """(out, softmax_lse) of a valid call by the op of e4m3 inputs."""
-    if plan_log.is_on():
-        plan_log.fp8(call)
-    op, sequences = ops.fp8_fwd, ()
-    if isinstance(call, VarlenFwdCall):
-        op, sequences = ops.fp8_varlen_fwd, (*call[3:9], call.block_table)
-    sink = None if call.sink is None else call.sink.float()
-    window = bool(call.is_causal), call.window_size_left, call.window_size_right
-    args = (*call[:3], *sequences, *descales, call.softmax_scale, *window, sink, True, out_dtype)
-    if torch.compiler.is_compiling() or ops.transformed():
-        return op(*args)
-    with internals.below_autograd():
-        return op(*args)
 
 
 def _widened(

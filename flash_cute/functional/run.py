@@ -169,12 +169,12 @@ def _attend(
         return result if out is None else out.copy_(result), *statistics
     if out is not None:
         return _into(out, op, call, return_lse)
+    if kept is not None and (is_eager or (torch.compiler.is_compiling() and kept.is_traced(call))):
+        return kept.attend(call), None, None, None
     if is_eager and not grad:
         # Straight to the kernel: without gradients the Python autograd formula is only a detour.
         with internals.below_autograd():
             return op(*call)
-    if kept is not None and is_eager:
-        return kept.attend(call), None, None, None
     is_plain = is_eager and call.tile_lists is None and not call.return_row_max
     if packed is not None and packed.requires_grad and is_plain:
         separate_q = call.q if packed.shape[-3] == 2 else None

@@ -303,9 +303,9 @@ def _reject_gradients(op: Any, why: str, writes_with: str = "") -> Callable[...,
             refuse_tangents(tensors)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             told = dict(zip(names, args, strict=False)) | named
-            given = [n for n, x in told.items() if isinstance(x, Tensor) and x.requires_grad]
-            each = "s" if len(given) == 1 else ""
-            raise RuntimeError(f"{op}: {', '.join(given)} require{each} grad, and {why}")
+            leaves = [n for n, x in told.items() if isinstance(x, Tensor) and x.requires_grad]
+            each = "s" if len(leaves) == 1 else ""
+            raise RuntimeError(f"{op}: {', '.join(leaves)} require{each} grad, and {why}")
         with internals.below_versions():
             results = op(*args, **named)
         given = dict(zip(names, args, strict=False)) | named if written else {}

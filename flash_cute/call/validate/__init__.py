@@ -26,7 +26,7 @@ INT64_MAX = 2**63 - 1
 FP32_MAX = torch.finfo(torch.float32).max
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+def dense(q: Tensor, k: Tensor, v: Tensor, *, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v as k with dim_v."""
     same_kind(q, k, v, dtypes=dtypes)
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:

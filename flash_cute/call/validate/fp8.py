@@ -42,7 +42,7 @@ def arguments(call: Any) -> None:
             call.seqused_q, call.seqused_k, call.block_table, dtypes=DTYPES,
         )  # fmt: skip
     else:
-        validate.dense(q, k, v, DTYPES)
+        validate.dense(q, k, v, dtypes=DTYPES)
     batch = batch_of(call)
     validate_options.check(call, batch, validate_options.OF_OPS)
     if call.sink is not None and call.sink.dtype != torch.float32:
