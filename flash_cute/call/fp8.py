@@ -1,6 +1,14 @@
-"""fp8 inputs of the attention functions: they are cast to 16 bits. Forward only, with descales.
+"""fp8 inputs of the attention functions. Forward only, with descales.
 
-There are no fp8 kernels yet. q and k, and v if it is fp8 too, are cast to v's 16-bit dtype, or to
+q, k and v of e4m3 are computed as they are where there is an implementation of that: on the CPU;
+there are no CUDA kernels of it yet. Scores are those of their values, in fp32. Weights are rounded
+to e4m3, too: 2^8 times what they are relative to the largest score so far, of each by 2^-4 at most,
+and by 2^-18 of the largest. They are divided by the sum of what they were rounded to; the
+log-sum-exp is of weights before that. Out is bf16 or fp16.
+
+Other calls are widened, and :func:`flash_cute.fp8.why_widened` says why: e5m2, v in 16 bits, out in
+fp32, softcap, dropout, slopes, probabilities, lists of keys, DTensors, sinks with a gradient, and
+devices without such kernels. q and k, and v if it is fp8 too, are cast to v's 16-bit dtype, or to
 bf16, and the 16-bit kernels run. fp16 and bf16 hold every value of e4m3 and e5m2, so the cast is
 exact, and the result is as accurate as that of the 16-bit kernels.
 
@@ -11,12 +19,14 @@ Descales are what fp8 values are multiplied by: a number, or a floating-point te
 * for q and k one of each row and head: the shape of q, or of k, with 1 for the head dim,
 * for v one of each channel: (batch, heads_k, headdim_v).
 
-Numbers for q and k are multiplied into softmax_scale. Tensors, which the host does not read,
-multiply q, and those of k's rows k; the product is rounded to bf16 once more. So powers of two are
-exact, and others change a value by 2^-8 of it at most; rounding to e4m3 changed it by up to 2^-4.
-Autocast has no part in such calls.
-fp16 might overflow: with v in fp16 attention is then computed in fp32. ``v_descale`` multiplies
-out, in fp32.
+They are positive and finite. Numbers are refused otherwise, tensors on the CPU; on CUDA
+:func:`flash_cute.descale_status` tells, without waiting. Autocast has no part in such calls.
+
+Numbers for q and k are multiplied into softmax_scale, and where nothing is widened tensors multiply
+scores, in fp32. Of widened calls tensors, which the host does not read, multiply q, and those of
+k's rows k; the product is rounded to bf16 once more. So powers of two are exact, and others change
+a value by 2^-8 of it at most; rounding to e4m3 changed it by up to 2^-4. fp16 might overflow: with
+v in fp16 attention is then computed in fp32. ``v_descale`` multiplies out, in fp32.
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ def flash_attn_func(
             contiguous. fp32 on CUDA is as accurate as fp32 products are, unless torch's matmuls
             are in TF32 at the time of the call (``torch.backends.cuda.matmul``). Under
             ``torch.autocast`` q, k and v are cast to its dtype, unless they are fp64. q and k may
-            be fp8 (e4m3fn or e5m2), and v fp8 or 16 bits, forward only: they are widened, which
-            is exact (:mod:`flash_cute.call.fp8`).
+            be fp8 (e4m3fn or e5m2), and v fp8 or 16 bits, forward only
+            (:mod:`flash_cute.call.fp8`).
         k: (batch, seqlen_k, heads_k, dim). ``heads`` is a multiple of ``heads_k``: query head h
             reads kv head ``h // (heads / heads_k)`` (grouped-query attention).
         v: (batch, seqlen_k, heads_k, dim_v).
