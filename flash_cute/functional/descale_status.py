@@ -13,9 +13,9 @@ def descale_status(
 ) -> Tensor:
     """Whether descales are positive finite numbers, without waiting for the device.
 
-    On the CPU the attention functions refuse others by a ValueError, on CUDA they do not look:
-    out of such a call is 0, inf or NaN where they are used. Every entry counts here, also those of
-    rows that no sequence uses, which may be anything in a call.
+    On the CPU the attention functions refuse others by a ValueError, on CUDA they do not look, but
+    with ``FLASH_CUTE_CHECK=1``: out of such a call is 0, inf or NaN where they are used. Here every
+    entry counts, also those of rows that no sequence uses, which may be anything in a call.
 
     Args:
         q_descale, k_descale, v_descale: those of a call, tensors of any shape; numbers are refused

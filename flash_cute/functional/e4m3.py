@@ -9,6 +9,7 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import ops
+from flash_cute.call import validate
 from flash_cute.kernels import plan_log
 from flash_cute.ops.typed import FwdCall, VarlenFwdCall
 from flash_cute.sparse.value import Sparse
@@ -41,6 +42,12 @@ def why_widened(
     device = call.q.device
     if not ops.has_fp8_attention(device):
         reasons.append(f"there are no kernels of e4m3 inputs for {device}")
+    if device.type == "cuda":
+        reasons += [
+            f"{name}'s head dim is {x.shape[-1]}, above {validate.CUDA_MAX_HEAD_DIM}"
+            for name, x in (("q", call.q), ("v", call.v))
+            if x.shape[-1] > validate.CUDA_MAX_HEAD_DIM
+        ]
     if any(hasattr(x, "placements") for x in call[:3]):
         reasons.append("q, k and v are DTensors")
     if out_dtype == torch.float32:

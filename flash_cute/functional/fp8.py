@@ -42,6 +42,8 @@ def attention(
     options = call._replace(softmax_scale=_scale(call, descales))
     check_options(options, asked["return_lse"], asked["return_rng"])
     rng = rng_of_call(call.q, call.dropout_p, asked["generator"], call.rng)
+    if call.q.is_cuda and check.wanted(call.q):  # the CPU's op looks in any case
+        _check_values(call, descales)
     found = attend(options, _of_op(call, k_shape, descales), out_dtype)
     results = [found[0], *([found[1]] if asked["return_lse"] else [])]
     results += [rng] if asked["return_rng"] else []

@@ -257,6 +257,15 @@ def test_the_log_says_which_op(caplog):
     assert second.startswith("fwd bfloat16 q (2, 20, 4, 32)")
 
 
+def test_head_dims_that_no_gpu_has():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 8, 2, d, dtype=E4M3, device="cuda") for d in (320, 320, 512))
+        words = ", ".join(why_widened(FwdCall(q, k, v)))
+    assert "q's head dim is 320, above 256, v's head dim is 512, above 256" in words
+
+
 def test_fakes_take_the_same_way(device):
     """Also of CUDA tensors where there is no GPU."""
     from torch._subclasses.fake_tensor import FakeTensorMode
