@@ -58,6 +58,19 @@ const std::string kFwdKvcache =
     "bool rotary_interleaved=True, " + kSplits;
 const std::string kAttendKvcache = "Tensor q, Tensor k_cache, Tensor v_cache, " + kPlaces + kCacheScore + kSplits;
 
+// Descales are what the stored e4m3 numbers are multiplied by; their dims tell what shares one.
+const std::string kFp8Scales = "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, ";
+const std::string kFp8Score =
+    "float? softmax_scale=None, bool is_causal=False, SymInt window_size_left=-1, SymInt window_size_right=-1, "
+    "Tensor? sink=None, bool two_level=True, ScalarType? dtype=None";
+const std::string kFp8Sequences =
+    "Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, ";
+
+const std::string kQuantize =
+    "Tensor x, Tensor? cu_seqlens=None, str scaling=\"head\", SymInt? heads_k=None, bool power_of_two=False, "
+    "bool hadamard=False, bool subtract_mean=False";
+
 const std::string kLabForward = "(str config, Tensor q, Tensor k, Tensor v, *, Tensor(a!) out) -> ";
 
 const std::string kFwdResults = " -> (Tensor out, Tensor softmax_lse, Tensor? row_max, Tensor? softmax)";
@@ -82,6 +95,9 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("varlen_bwd.out(" + kVarlenBwd + kBwdOut).c_str());
   m.def(("fwd_kvcache(" + kFwdKvcache + ")" + kOutAndLse).c_str());
   m.def(("attend_kvcache(" + kAttendKvcache + ")" + kOutAndLse).c_str());
+  m.def(("fp8_fwd(" + kQkv + kFp8Scales + kFp8Score + ")" + kOutAndLse).c_str());
+  m.def(("fp8_varlen_fwd(" + kQkv + kFp8Sequences + kBlockTable + kFp8Scales + kFp8Score + ")" + kOutAndLse).c_str());
+  m.def(("quantize_e4m3(" + kQuantize + ") -> (Tensor values, Tensor descale, Tensor? mean)").c_str());
   m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
   m.def("tile_lists(Tensor codes, SymInt capacity) -> Tensor");
   m.def("transposed_tile_lists(Tensor lists, SymInt tiles) -> (Tensor lists, Tensor ranks)");

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from flash_cute import check, mha
 from flash_cute.call.rng import rng_state
 from flash_cute.functional.cache_status import kvcache_status
+from flash_cute.functional.descale_status import descale_status
 from flash_cute.functional.quantize import quantize_fp8
 from flash_cute.tiled import FlashAttention, flash_attention_backward, flash_attention_forward
 from flash_cute.tiled.sizes import estimate_memory_usage, get_optimal_block_sizes
@@ -41,6 +42,7 @@ __all__ = [
     "Sparse",
     "autotune",
     "check",
+    "descale_status",
     "estimate_memory_usage",
     "flash_attention_backward",
     "flash_attention_forward",

@@ -203,6 +203,11 @@ def below(key: str) -> AbstractContextManager[None]:
     return torch._C._ExcludeDispatchKeyGuard(keys)  # type: ignore[return-value]
 
 
+def has_kernel(op: str, key: str) -> bool:
+    """Whether a kernel of the op is registered for a dispatch key."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+
+
 def kernel_of(op: str, key: str) -> Callable[..., Any]:
     """The kernel that an op has now for a dispatch key; later registrations do not change it."""
     kernel = torch.library.get_kernel(op, key)  # type: ignore[attr-defined]

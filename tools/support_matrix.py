@@ -31,7 +31,11 @@ _COPIED = "quantised on append, copied to q's dtype to be read"
 FEATURES = {
     "fp16, bf16": (YES, YES),
     "fp32, fp64": (YES, "fp32: in TF32 if torch's matmuls are, else as accurate as fp32"),
-    "fp8 q, k and v, forward": (_WIDENED, _WIDENED),
+    "e4m3 q, k and v, forward": (
+        "weights in e4m3, out in bf16 or fp16; widened with softcap, ALiBi, dropout, sparse",
+        _WIDENED,
+    ),
+    "other fp8 q, k and v, forward": (_WIDENED, _WIDENED),
     "head dims, of v its own": ("any", "1 to {largest}"),
     "backward": (YES, YES),
     "bitwise repeatable": (

@@ -46,14 +46,19 @@ class RoundToFP8(torch.autograd.Function):
 
 
 class FP8Attention(FlashAttention3):
-    """:class:`FlashAttention3` whose q, k and v are rounded to fp8, with scales, and back.
+    """:class:`FlashAttention3` whose q, k and v are rounded to fp8, with scales.
 
-    There are no fp8 kernels yet. The values are exactly those of fp8 (scaled by powers of two), and
-    their attention runs in the module's dtype, with its accuracy. So it shows what fp8 does to a
-    model's results; it is slower than :class:`FlashAttention3`. The gradient is that of the rounded
-    values, passed through the rounding (straight-through, arXiv 1308.3432). Backward keeps q, k and
-    v in fp8, half of the bytes of 16 bits, and widens them to the same numbers; inside of graphs of
-    torch.compile and transforms of torch.func they are kept in the module's dtype.
+    The values are exactly those of fp8, scaled by powers of two. In 16 bits and e4m3 they are given
+    to the op of e4m3 inputs where that computes the call (:mod:`flash_cute.call.fp8`): on the CPU,
+    without softcap and dropout, also in graphs of torch.compile. Other attention of them runs in
+    the module's dtype, with its accuracy. So it shows what fp8 does to a model's results; there are
+    no fp8 kernels yet, and it is slower than :class:`FlashAttention3`.
+
+    The gradient is that of the rounded values, passed through the rounding (straight-through, arXiv
+    1308.3432), and of weights that are not rounded. Backward keeps q, k and v in fp8, half of the
+    bytes of 16 bits, and widens them to the same numbers. Inside of transforms of torch.func they
+    are kept, and computed, in the module's dtype; so graphs of torch.compile keep what the op does
+    not compute.
 
     Args:
         config: an :class:`FP8AttentionConfig`.
@@ -87,9 +92,12 @@ class FP8Attention(FlashAttention3):
     def _call(
         self, tensors: tuple[Tensor, ...], lengths: dict[str, Any], options: dict[str, Any]
     ) -> Tensor:
-        is_trained = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
-        if is_trained and all(map(Tensor.numel, tensors)) and not torch.compiler.is_compiling():
-            return attention(tensors, self._form(len(tensors) == 1), lengths, **options)
+        form = self._form(len(tensors) == 1)
+        is_kept = form.is_computed(tensors[0])
+        if not is_kept and not torch.compiler.is_compiling():
+            is_kept = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        if is_kept and all(map(Tensor.numel, tensors)):
+            return attention(tensors, form, lengths, **options)
         return super()._call(tensors, lengths, options)
 
     def extra_repr(self) -> str:

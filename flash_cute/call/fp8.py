@@ -1,6 +1,14 @@
-"""fp8 inputs of the attention functions: they are cast to 16 bits. Forward only, with descales.
+"""fp8 inputs of the attention functions. Forward only, with descales.
 
-There are no fp8 kernels yet. q and k, and v if it is fp8 too, are cast to v's 16-bit dtype, or to
+q, k and v of e4m3 are computed as they are where there is an implementation of that: on the CPU;
+there are no CUDA kernels of it yet. Scores are those of their values, in fp32. Weights are rounded
+to e4m3, too: 2^8 times what they are relative to the largest score so far, of each by 2^-4 at most,
+and by 2^-18 of the largest. They are divided by the sum of what they were rounded to; the
+log-sum-exp is of weights before that. Out is bf16 or fp16.
+
+Other calls are widened, and :func:`flash_cute.fp8.why_widened` says why: e5m2, v in 16 bits, out in
+fp32, softcap, dropout, slopes, probabilities, lists of keys, DTensors, sinks with a gradient, and
+devices without such kernels. q and k, and v if it is fp8 too, are cast to v's 16-bit dtype, or to
 bf16, and the 16-bit kernels run. fp16 and bf16 hold every value of e4m3 and e5m2, so the cast is
 exact, and the result is as accurate as that of the 16-bit kernels.
 
@@ -11,12 +19,14 @@ Descales are what fp8 values are multiplied by: a number, or a floating-point te
 * for q and k one of each row and head: the shape of q, or of k, with 1 for the head dim,
 * for v one of each channel: (batch, heads_k, headdim_v).
 
-Numbers for q and k are multiplied into softmax_scale. Tensors, which the host does not read,
-multiply q, and those of k's rows k; the product is rounded to bf16 once more. So powers of two are
-exact, and others change a value by 2^-8 of it at most; rounding to e4m3 changed it by up to 2^-4.
-Autocast has no part in such calls.
-fp16 might overflow: with v in fp16 attention is then computed in fp32. ``v_descale`` multiplies
-out, in fp32.
+They are positive and finite. Numbers are refused otherwise, tensors on the CPU; on CUDA
+:func:`flash_cute.descale_status` tells, without waiting. Autocast has no part in such calls.
+
+Numbers for q and k are multiplied into softmax_scale, and where nothing is widened tensors multiply
+scores, in fp32. Of widened calls tensors, which the host does not read, multiply q, and those of
+k's rows k; the product is rounded to bf16 once more. So powers of two are exact, and others change
+a value by 2^-8 of it at most; rounding to e4m3 changed it by up to 2^-4. fp16 might overflow: with
+v in fp16 attention is then computed in fp32. ``v_descale`` multiplies out, in fp32.
 """
 
 from __future__ import annotations
@@ -52,6 +62,55 @@ def unpacked(name: str, x: Tensor, rank: int, parts: int) -> tuple[Tensor, ...]:
     return x.unbind(-3)
 
 
+def check_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    descales: tuple[Descale, Descale, Descale],
+    out_dtype: torch.dtype | None,
+    out: Tensor | None = None,
+) -> None:
+    """Checks all but shapes of a call with fp8 inputs.
+
+    Raises TypeError, ValueError, and NotImplementedError if an input requires grad or ``out`` is
+    given.
+    """
+    if out is not None:
+        raise NotImplementedError(
+            "out is given; with fp8 q, k and v, descales or out_dtype leave it None, as the "
+            "result is a new tensor"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        validate.tensor(name, x)
+    if q.dtype not in DTYPES or k.dtype not in DTYPES:
+        name, x = ("q", q) if q.dtype not in DTYPES else ("k", k)
+        if not any(x.dtype in DTYPES for x in (q, k, v)):
+            given = zip((*NAMES, "out_dtype"), (*descales, out_dtype), strict=True)
+            raise ValueError(
+                f"{', '.join(n for n, y in given if y is not None)} is given; descales and "
+                f"out_dtype need fp8 q and k; {name} has dtype {x.dtype}"
+            )
+        raise TypeError(
+            f"{name} has dtype {x.dtype}; with fp8, q and k are of {validate.listed(DTYPES)}, "
+            "and v is of these or of 16 bits"
+        )
+    if v.dtype not in DTYPES and v.dtype not in WIDE_DTYPES:
+        raise TypeError(
+            f"v has dtype {v.dtype}; with fp8 q and k it is of "
+            f"{validate.listed(DTYPES + WIDE_DTYPES)}"
+        )
+    if out_dtype is not None and out_dtype not in OUT_DTYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; supported: {validate.listed(OUT_DTYPES)}")
+    for name, given_descale in zip(NAMES, descales, strict=True):
+        _check(name, given_descale, q)
+    tensors = [x for x in (q, k, v, *descales) if isinstance(x, Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(
+            "backward through fp8 q and k is not supported: call under torch.no_grad(), or "
+            "widen them first, q.to(torch.bfloat16)"
+        )
+
+
 @dataclass(frozen=True)
 class Fp8Widening:
     """The casts and descales of a call with fp8 inputs, before and after 16-bit attention."""
@@ -69,47 +128,9 @@ class Fp8Widening:
         v: Tensor,
         descales: tuple[Descale, Descale, Descale],
         out_dtype: torch.dtype | None,
-        out: Tensor | None = None,
     ) -> Fp8Widening:
-        """Checks all but shapes; out is bf16 without ``out_dtype``.
-
-        Raises TypeError, ValueError, and NotImplementedError if an input requires grad or ``out``
-        is given.
-        """
-        if out is not None:
-            raise NotImplementedError(
-                "out is given; with fp8 q, k and v, descales or out_dtype leave it None, as the "
-                "result is a new tensor"
-            )
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            validate.tensor(name, x)
-        if q.dtype not in DTYPES or k.dtype not in DTYPES:
-            name, x = ("q", q) if q.dtype not in DTYPES else ("k", k)
-            if not any(x.dtype in DTYPES for x in (q, k, v)):
-                given = zip((*NAMES, "out_dtype"), (*descales, out_dtype), strict=True)
-                raise ValueError(
-                    f"{', '.join(n for n, y in given if y is not None)} is given; descales and "
-                    f"out_dtype need fp8 q and k; {name} has dtype {x.dtype}"
-                )
-            raise TypeError(
-                f"{name} has dtype {x.dtype}; with fp8, q and k are of {validate.listed(DTYPES)}, "
-                "and v is of these or of 16 bits"
-            )
-        if v.dtype not in DTYPES and v.dtype not in WIDE_DTYPES:
-            raise TypeError(
-                f"v has dtype {v.dtype}; with fp8 q and k it is of "
-                f"{validate.listed(DTYPES + WIDE_DTYPES)}"
-            )
-        if out_dtype is not None and out_dtype not in OUT_DTYPES:
-            raise TypeError(f"out_dtype is {out_dtype}; supported: {validate.listed(OUT_DTYPES)}")
-        for name, given_descale in zip(NAMES, descales, strict=True):
-            _check(name, given_descale, q)
-        tensors = [x for x in (q, k, v, *descales) if isinstance(x, Tensor)]
-        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise NotImplementedError(
-                "backward through fp8 q and k is not supported: call under torch.no_grad(), or "
-                "widen them first, q.to(torch.bfloat16)"
-            )
+        """That of arguments that :func:`check_arguments` has seen; out is bf16 without
+        ``out_dtype``."""
         wide = next((x for x in (v.dtype, out_dtype) if x in WIDE_DTYPES), torch.bfloat16)
         if wide == torch.float16 and any(isinstance(x, Tensor) for x in descales[:2]):
             wide = torch.float32
@@ -137,23 +158,15 @@ class Fp8Widening:
         of them multiplied by the descales of q and k."""
         batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
         heads = (batch, k.shape[-2])
-        own = (
-            ("each row and head", (*q.shape[:-1], 1)),
-            ("each row and head", (*k.shape[:-1], 1)),
-            ("each channel", (*heads, v.shape[-1])),
-        )
-        for name, x, (what, shape) in zip(NAMES, self.descales, own, strict=True):
-            _check_shape(name, x, heads, what, shape)
-        softmax_scale = spellings.real(softmax_scale)
+        own = ((*q.shape[:-1], 1), (*k.shape[:-1], 1), (*heads, v.shape[-1]))
+        for name, x, shape in zip(NAMES, self.descales, own, strict=True):
+            check_shape(name, x, heads, shape)
+        softmax_scale = scaled(softmax_scale, q.shape[-1], *self.descales[:2])
         factor: Tensor | None = None
         for x in self.descales[:2]:
             if isinstance(x, Tensor):
                 x = x.float() if x.dim() > 2 else of_rows(x.float(), q, cu_seqlens_q)
                 factor = x if factor is None else factor * x
-            elif x is not None and (softmax_scale is None or _is_number(softmax_scale)):
-                softmax_scale = x * (
-                    q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-                )
         if factor is not None:
             q = (q * factor).to(q.dtype)
         return q, softmax_scale
@@ -170,6 +183,17 @@ class Fp8Widening:
         return (out, *rest) if rest else out
 
 
+def scaled(softmax_scale: Any, dim: int, *descales: Descale) -> Any:
+    """softmax_scale, None for ``dim ** -0.5``, times the descales that are numbers."""
+    softmax_scale = spellings.real(softmax_scale)
+    for x in descales:
+        if x is None or isinstance(x, Tensor):
+            continue
+        if softmax_scale is None or _is_number(softmax_scale):  # others are refused later
+            softmax_scale = x * (dim**-0.5 if softmax_scale is None else softmax_scale)
+    return softmax_scale
+
+
 def _is_number(x: Any) -> bool:
     return isinstance(x, (int, float)) and not isinstance(x, bool)
 
@@ -181,16 +205,15 @@ def _check(name: str, x: Descale, q: Tensor) -> None:
         raise TypeError(f"{name} has dtype {x.dtype}; expected torch.float32")
 
 
-def _check_shape(
-    name: str, x: Descale, heads: tuple[int, int], what: str, own: tuple[int, ...]
-) -> None:
-    """``own``: the shape of descales for ``what``, besides those of all descales."""
+def check_shape(name: str, x: Descale, heads: tuple[int, int], own: tuple[int, ...]) -> None:
+    """``own``: the shape of descales of rows, or for v of channels, besides those of all."""
     if not isinstance(x, Tensor) or (x.dim() < 2 and x.numel() == 1):
         return
     if not (_has_shape(x, heads) or _has_shape(x, own)):
+        what = "channel" if name == "v_descale" else "row and head"
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}; expected one element, (batch, heads_k), {heads}, "
-            f"or one for {what}, {own}"
+            f"or one for each {what}, {own}"
         )
 
 

@@ -25,6 +25,8 @@ def reasons(problem: Problem) -> list[str]:
     dim_v = problem.head_dim_v or problem.head_dim
     left, right = window(problem)
     found = [name for name in ("softcap", "alibi", "dropout") if getattr(problem, name)]
+    if computes_e4m3(problem):
+        found.append("q, k and v of e4m3")
     if problem.lists:
         found.append("lists of tiles (sparse)")
     if dim_v != problem.head_dim:
@@ -41,11 +43,23 @@ def reasons(problem: Problem) -> list[str]:
     return found
 
 
+def computes_e4m3(problem: Problem) -> bool:
+    """Whether the op of e4m3 inputs computes it, if v is e4m3, too: the options that
+    :func:`flash_cute.fp8.why_widened` has reasons for are off."""
+    import torch
+
+    has_rules = problem.softcap or problem.alibi or problem.dropout or problem.lists
+    return problem.op == "fwd" and problem.dtype == torch.float8_e4m3fn and not has_rules
+
+
 def path(problem: Problem) -> str:
     """What runs the call."""
     from flash_cute.cpu.tiles import KEY_BLOCK, QUERY_BLOCK
     from flash_cute.sparse.lists import TILE
 
+    if computes_e4m3(problem):
+        rows = f"{QUERY_BLOCK} queries x {KEY_BLOCK} keys"
+        return f"tiles of {rows}, in products of torch, weights rounded to e4m3"
     if problem.lists:
         return f"the tiles of {TILE} queries x {TILE} keys that lists name, in products of torch"
     tiles = f"tiles of {QUERY_BLOCK} queries x {KEY_BLOCK} keys, in products of torch"

@@ -126,7 +126,7 @@ def _explain_cpu(problem: Problem, as_json: bool) -> None:
     tables.say(f"why: {', '.join(why) or 'the call is plain'}")
     if problem.varlen or problem.op == "decode":
         tables.say("each sequence is computed by itself, and takes the path of its own lengths")
-    if problem.is_widened:
+    if problem.is_widened and not cpu.computes_e4m3(problem):
         tables.say("fp8 is widened to 16 bits, which is exact")
 
 

@@ -65,7 +65,7 @@ def attend_rows(tiles: Tiles, v: Tensor, rows: slice) -> tuple[Tensor, Tensor, T
     q, sink = select(tiles.q, rows), tiles.options.sink
     row_max = q.new_full((*q.shape[:2], 1), -torch.inf)
     reference = row_max if sink is None else tiles.of_heads(sink[None], rows)
-    total = (reference - _finite(reference)).exp_()
+    total = (reference - finite(reference)).exp_()
     out = q.new_zeros((*q.shape[:2], v.shape[-1]))
     for keys, hidden in tiles.key_blocks(rows):
         scores, _ = tiles.scores(rows, keys)
@@ -74,7 +74,7 @@ def attend_rows(tiles: Tiles, v: Tensor, rows: slice) -> tuple[Tensor, Tensor, T
         tile_max = scores.amax(-1, keepdim=True)
         row_max = torch.maximum(row_max, tile_max)
         previous, reference = reference, torch.maximum(reference, tile_max)
-        base = _finite(reference)
+        base = finite(reference)
         p = scores.sub_(base).exp_()
         rescale = previous.sub(base).exp_()
         total.mul_(rescale).add_(p.sum(-1, keepdim=True))
@@ -83,10 +83,10 @@ def attend_rows(tiles: Tiles, v: Tensor, rows: slice) -> tuple[Tensor, Tensor, T
             p.masked_fill_(dropped, 0).mul_(tiles.options.keep_scale)
         out.mul_(rescale).add_(product(p, v[:, keys], hidden))
     out.div_(total.masked_fill(total == 0, 1))
-    return out, total.log_().add_(_finite(reference)), row_max
+    return out, total.log_().add_(finite(reference)), row_max
 
 
-def _finite(reference: Tensor) -> Tensor:
+def finite(reference: Tensor) -> Tensor:
     """``reference`` with 0 for -inf, so that exp(-inf - reference) is 0 and not nan."""
     return reference.masked_fill(reference == -torch.inf, 0)
 

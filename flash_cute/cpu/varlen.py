@@ -32,13 +32,14 @@ def sequences(
     seqused: Tensor | None,
     max_seqlen: int,
     block_table: Tensor | None = None,
+    missing: float = 0,
 ) -> Iterator[Tensor]:
     """Each sequence (1, length, heads, dim) of ``x``, as a batch of one.
 
     ``x`` is packed, (total, heads, dim), or with ``block_table`` int32 (batch, max_blocks) paged,
     (num_blocks, page_size, heads, dim). The length of a paged sequence is its ``seqused`` or else
     its step in ``cu_seqlens``, clamped to [0, max_seqlen] and to what the table can hold; a page
-    whose id lies outside [0, num_blocks) reads as zeros.
+    whose id lies outside [0, num_blocks) reads as ``missing``.
     """
     if block_table is None:
         for rows in spans(cu_seqlens, seqused, max_seqlen, len(x)):
@@ -50,6 +51,6 @@ def sequences(
         length = _clamp(length, min(max_seqlen, len(pages) * page_size))
         pages = pages[: -(-length // max(page_size, 1))]
         inside = (pages >= 0) & (pages < num_blocks)
-        gathered = x.new_zeros((len(pages), *x.shape[1:]))
+        gathered = x.new_full((len(pages), *x.shape[1:]), missing)
         gathered[inside] = x[pages[inside]]
         yield gathered.flatten(0, 1)[None, :length]

@@ -11,6 +11,7 @@ from flash_cute.functional.dense_varlen import (
     flash_attn_func,
     flash_attn_varlen_func,
 )
+from flash_cute.functional.descale_status import descale_status
 from flash_cute.functional.kvcache import flash_attn_with_kvcache
 from flash_cute.functional.packed import (
     flash_attn_kvpacked_func,
@@ -22,6 +23,7 @@ from flash_cute.functional.quantize import Fp8Inputs, quantize_fp8
 
 __all__ = [
     "Fp8Inputs",
+    "descale_status",
     "flash_attn_combine",
     "flash_attn_func",
     "flash_attn_kvpacked_func",

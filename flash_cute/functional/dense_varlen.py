@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,9 +9,10 @@ from torch import Tensor
 
 from flash_cute import _torch_internals as internals
 from flash_cute import check, ops
-from flash_cute.call import fp8, spellings, validate
-from flash_cute.call.autocast import without_autocast
+from flash_cute.call import spellings, validate
+from flash_cute.call.fp8 import has_fp8_arguments
 from flash_cute.call.refusal import is_refusal
+from flash_cute.functional import fp8
 from flash_cute.functional.run import (
     Result,
     are_counts,
@@ -66,8 +66,8 @@ def flash_attn_func(
             contiguous. fp32 on CUDA is as accurate as fp32 products are, unless torch's matmuls
             are in TF32 at the time of the call (``torch.backends.cuda.matmul``). Under
             ``torch.autocast`` q, k and v are cast to its dtype, unless they are fp64. q and k may
-            be fp8 (e4m3fn or e5m2), and v fp8 or 16 bits, forward only: they are widened, which
-            is exact (:mod:`flash_cute.call.fp8`).
+            be fp8 (e4m3fn or e5m2), and v fp8 or 16 bits, forward only
+            (:mod:`flash_cute.call.fp8`).
         k: (batch, seqlen_k, heads_k, dim). ``heads`` is a multiple of ``heads_k``: query head h
             reads kv head ``h // (heads / heads_k)`` (grouped-query attention).
         v: (batch, seqlen_k, heads_k, dim_v).
@@ -159,27 +159,23 @@ def flash_attn_func(
                 raise
             refused.append(error.with_traceback(None))
     return_lse = spellings.check_extra_kwargs(flash_attn_func, others) or return_lse
-    descales, widening = (q_descale, k_descale, v_descale), None
-    if fp8.has_fp8_arguments((q, k, v), descales, out_dtype):
-        widening = fp8.Fp8Widening.of(q, k, v, descales, out_dtype, out)
-        q, k, v = widening.widen(q, k, v)
-    else:
-        q, k, v = autocast.cast(q, k, v)
-    q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
-    validate.dense(q, k, v)
-    check.dense(q, k)
-    if widening is not None:
-        q, softmax_scale = widening.descale(q, k, v, softmax_scale)
-    call = FwdCall(
-        q, k, v, softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
+    score: Any = (
+        softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
         dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
     )  # fmt: skip
-    with nullcontext() if widening is None else without_autocast(q.device):
-        result = run(
-            call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
-            refused=refused, sparse=sparse,
+    descales = (q_descale, k_descale, v_descale)
+    if has_fp8_arguments((q, k, v), descales, out_dtype):
+        return fp8.attention(
+            FwdCall(q, k, v, *score), descales, out_dtype, out, return_lse=return_lse,
+            return_rng=return_rng, generator=generator, sparse=sparse,
         )  # fmt: skip
-    return result if widening is None else widening.finish(result)
+    q, k, v = spellings.copy_if_last_dim_strided(*autocast.cast(q, k, v))
+    validate.dense(q, k, v)
+    check.dense(q, k)
+    return run(
+        FwdCall(q, k, v, *score), return_lse=return_lse, return_rng=return_rng,
+        generator=generator, out=out, refused=refused, sparse=sparse,
+    )  # fmt: skip
 
 
 def flash_attn_varlen_func(
@@ -272,12 +268,12 @@ def flash_attn_varlen_func(
         and is_plain(softmax_scale, causal, window_size, softcap, alibi_slopes, dropout_p)
         and are_counts(max_seqlen_q, max_seqlen_k)
     )
+    told: tuple[Any, Any, int, int, Any, Any] = (
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
+    )  # fmt: skip
     indices = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k, block_table)
     if is_default and is_direct(q, k, v, *indices):
         try:  # as in flash_attn_func
-            told: tuple[Any, Any, int, int, Any, Any] = (
-                cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k,
-            )  # fmt: skip
             result = _call_op_unchecked(
                 ops.varlen_fwd, q, k, v, softmax_scale, causal, return_lse, *told, zero_tensors,
                 block_table,
@@ -290,32 +286,28 @@ def flash_attn_varlen_func(
                 raise
             refused.append(error.with_traceback(None))
     return_lse = spellings.check_extra_kwargs(flash_attn_varlen_func, others) or return_lse
-    descales, widening = (q_descale, k_descale, v_descale), None
-    if fp8.has_fp8_arguments((q, k, v), descales, out_dtype):
-        widening = fp8.Fp8Widening.of(q, k, v, descales, out_dtype, out)
-        q, k, v = widening.widen(q, k, v)
-    else:
-        q, k, v = autocast.cast(q, k, v)
-    q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
+    score: Any = (
+        softmax_scale, causal, *spellings.sides(window_size), softcap, alibi_slopes, sink,
+        dropout_p, rng, deterministic, return_attn_probs, return_max_logits,
+    )  # fmt: skip
+    descales = (q_descale, k_descale, v_descale)
+    if has_fp8_arguments((q, k, v), descales, out_dtype):
+        return fp8.attention(
+            VarlenFwdCall(q, k, v, *told, zero_tensors, block_table, *score), descales, out_dtype,
+            out, return_lse=return_lse, return_rng=return_rng, generator=generator, sparse=sparse,
+        )  # fmt: skip
+    q, k, v = spellings.copy_if_last_dim_strided(*autocast.cast(q, k, v))
     max_seqlen_q, max_seqlen_k = spellings.integer(max_seqlen_q), spellings.integer(max_seqlen_k)
     if cu_seqlens_k is None:
         k, v, cu_seqlens_k = spellings.pack_keys(k, v, seqused_k, block_table)
     sequences = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q, seqused_k)
     validate.varlen(q, k, v, *sequences, block_table)
     check.varlen(q, k, *sequences, block_table, zero_tensors)
-    if widening is not None:
-        q, softmax_scale = widening.descale(q, k, v, softmax_scale, cu_seqlens_q)
-    call = VarlenFwdCall(
-        q, k, v, *sequences, zero_tensors, block_table, softmax_scale, causal,
-        *spellings.sides(window_size), softcap, alibi_slopes, sink, dropout_p, rng, deterministic,
-        return_attn_probs, return_max_logits,
+    return run(
+        VarlenFwdCall(q, k, v, *sequences, zero_tensors, block_table, *score),
+        return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
+        refused=refused, sparse=sparse,
     )  # fmt: skip
-    with nullcontext() if widening is None else without_autocast(q.device):
-        result = run(
-            call, return_lse=return_lse, return_rng=return_rng, generator=generator, out=out,
-            refused=refused, sparse=sparse,
-        )  # fmt: skip
-    return result if widening is None else widening.finish(result, cu_seqlens_q)
 
 
 def _call_op_unchecked(

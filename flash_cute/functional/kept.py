@@ -1,7 +1,8 @@
 """Attention of q, k and v that are fp8 values times powers of two, which backward keeps in fp8.
 
-Of 16 bits that is half of their bytes, and the same gradients to the bit. Graphs of torch.compile,
-and transforms of torch.func, keep q, k and v as they are.
+Of 16 bits that is half of their bytes, and of the same out and log-sum-exp the same gradients to
+the bit. Forward of e4m3 is by the op of such inputs where that computes the call. Graphs of
+torch.compile keep q, k and v of other calls as they are, and transforms of torch.func of all.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """q, k and v rounded to e4m3 with descales, as the attention functions take them.
 
-All of it is done in fp32 and rounded once: rotary embedding, then k without its mean, then one
-rotation of q and k, then the cast. These are torch's operators, on the device, which nothing waits
-for; there is no kernel that does it in one pass yet.
+All of it is done in fp32 and rounded once: rotary embedding, then the op ``quantize_e4m3``
+(:mod:`flash_cute.ops.quantize`) of each: k without its mean, one rotation of q and k, the cast.
+These are torch's operators, on the device, which nothing waits for; there is no kernel that does it
+in one pass yet.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from torch import Tensor
 
 from flash_cute import check
 from flash_cute.call import spellings, validate
-from flash_cute.call.fp8 import least_power_of_two, of_rows, sequence_of
+from flash_cute.call.fp8 import of_rows, sequence_of
 from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.cpu.kvcache import Rotary
+from flash_cute.ops.quantize import DTYPES
+from flash_cute.ops.typed import OPS
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 QK_SCALINGS, V_SCALINGS = ("head", "tensor", "row"), ("head", "tensor", "channel")
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Descales(TypedDict):
@@ -171,20 +172,16 @@ def quantize_fp8(
             _check_positions(len(rotary_cos), q.shape[1], k.shape[1])
         x = _rotated(x, rotary, k.shape[1], cu_seqlens_q, cu_seqlens_k)
         y = _rotated(y, rotary, k.shape[1], cu_seqlens_k, cu_seqlens_k)
-    k_mean = mean_scores = None
-    if smooth_k:
-        k_mean = _mean(y, cu_seqlens_k)
-        y = y - of_rows(k_mean, y, cu_seqlens_k)
-        mean_scores = (x * of_rows(k_mean, x, cu_seqlens_q)).sum(-1).transpose(-1, -2)
-    if hadamard:
-        x, y = _spread(x), _spread(y)
-    parts = (
-        _rounded(x, qk_scaling, heads_k, cu_seqlens_q, power_of_two),
-        _rounded(y, qk_scaling, heads_k, cu_seqlens_k, power_of_two),
-        _rounded(v.float(), v_scaling, heads_k, cu_seqlens_k, power_of_two),
+    flags = bool(power_of_two), bool(hadamard)
+    q8, q_descale, _ = OPS.quantize_e4m3(x, cu_seqlens_q, qk_scaling, heads_k, *flags)
+    k8, k_descale, k_mean = OPS.quantize_e4m3(
+        y, cu_seqlens_k, qk_scaling, heads_k, *flags, bool(smooth_k)
     )
-    values, descales = zip(*parts, strict=True)
-    return Fp8Inputs(*values, *descales, k_mean, mean_scores)
+    v8, v_descale, _ = OPS.quantize_e4m3(v, cu_seqlens_k, v_scaling, heads_k, flags[0])
+    mean_scores = None
+    if k_mean is not None:
+        mean_scores = (x * of_rows(k_mean, x, cu_seqlens_q)).sum(-1).transpose(-1, -2)
+    return Fp8Inputs(q8, k8, v8, q_descale, k_descale, v_descale, k_mean, mean_scores)
 
 
 def _check_tensors(q: Any, k: Any, v: Any, *rotary: Any) -> None:
@@ -251,61 +248,3 @@ def _rotated(
     first = F.pad(cu_seqlens_k.diff() - cu_seqlens[1:], (0, 1))  # less the row of position 0
     row = torch.arange(len(x), device=x.device)
     return rotary.rotate(x, row + first[sequence_of(x, cu_seqlens)])
-
-
-def _mean(x: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The mean over each sequence of x's finite values and zeros, (batch, heads, dim)."""
-    x = torch.where(x.isfinite(), x, 0)
-    if cu_seqlens is None:
-        return (x / max(x.shape[1], 1)).sum(1)
-    sequence = sequence_of(x, cu_seqlens)
-    counts = F.pad(cu_seqlens.diff().clamp(min=1), (0, 1), value=1)  # the last: of no sequence
-    sums = x.new_zeros((len(cu_seqlens), *x.shape[1:]))
-    return sums.index_add(0, sequence, x / counts[sequence][:, None, None])[:-1]
-
-
-def _spread(x: Tensor) -> Tensor:
-    """x (.., dim) times an orthonormal matrix: the signs of Rudin and Shapiro, then a Hadamard
-    matrix. The signs keep what all dims have in common from becoming one large value."""
-    dim = x.shape[-1]
-    signs = others = x.new_ones(1)
-    while len(signs) < dim:
-        signs, others = torch.cat((signs, others)), torch.cat((signs, -others))
-    x = x * (signs * dim**-0.5)
-    for _ in range(dim.bit_length() - 1):
-        first, second = x.chunk(2, -1)
-        x = torch.stack((first + second, first - second), -1).flatten(-2)
-    return x
-
-
-def _rounded(
-    x: Tensor, scaling: str, heads_k: int, cu_seqlens: Tensor | None, power_of_two: bool
-) -> tuple[Tensor, Tensor]:
-    """x in e4m3, and its descales."""
-    largest = _largest(torch.where(x.isfinite(), x.abs(), 0), scaling, heads_k, cu_seqlens)
-    descale = largest / largest.new_full((), LARGEST)  # a number would be inverted on CUDA
-    descale = descale.clamp(min=torch.finfo(torch.float32).tiny)
-    if power_of_two:
-        descale = least_power_of_two(descale)
-    descale = descale.masked_fill(largest == 0, 1.0)
-    factor = descale if scaling == "row" else of_rows(descale, x, cu_seqlens)
-    values = (x / factor).clamp(-LARGEST, LARGEST)  # rows of no sequence may be larger
-    return torch.where(x.isfinite(), values, torch.nan).to(torch.float8_e4m3fn), descale
-
-
-def _largest(sizes: Tensor, scaling: str, heads_k: int, cu_seqlens: Tensor | None) -> Tensor:
-    """The largest of the magnitudes that share a descale, in the descales' shape."""
-    if scaling == "row":
-        return sizes.amax(-1, keepdim=True)
-    if scaling != "channel":  # by kv heads
-        sizes = sizes.amax(-1).unflatten(-1, (heads_k, -1)).amax(-1)
-    if cu_seqlens is not None:
-        sequence = sequence_of(sizes, cu_seqlens).view(-1, *(1,) * (sizes.dim() - 1))
-        largest = sizes.new_zeros((len(cu_seqlens), *sizes.shape[1:]))
-        largest = largest.scatter_reduce(0, sequence.expand(sizes.shape), sizes, "amax")[:-1]
-    else:
-        rows = sizes.shape[1]
-        largest = sizes.amax(1) if rows else sizes.new_zeros((len(sizes), *sizes.shape[2:]))
-    if scaling == "tensor":
-        return F.pad(largest.flatten(), (0, 1)).amax(0, keepdim=True)  # with a 0, if there is none
-    return largest

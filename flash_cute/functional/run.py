@@ -115,7 +115,9 @@ def run(
     call = spellings.with_reals(call)
     if sparse is not None:
         call = _stored(call, sparse)
-    _validate(call, return_lse, return_rng)
+    check_options(call, return_lse, return_rng)
+    if call.q.is_cuda:
+        validate.cuda(call.q, call.v, call.sink)
     if refused:
         raise refused.pop()
     grad = needs_grad(call.q, call.k, call.v)
@@ -167,12 +169,12 @@ def _attend(
         return result if out is None else out.copy_(result), *statistics
     if out is not None:
         return _into(out, op, call, return_lse)
+    if kept is not None and (is_eager or (torch.compiler.is_compiling() and kept.is_traced(call))):
+        return kept.attend(call), None, None, None
     if is_eager and not grad:
         # Straight to the kernel: without gradients the Python autograd formula is only a detour.
         with internals.below_autograd():
             return op(*call)
-    if kept is not None and is_eager:
-        return kept.attend(call), None, None, None
     is_plain = is_eager and call.tile_lists is None and not call.return_row_max
     if packed is not None and packed.requires_grad and is_plain:
         separate_q = call.q if packed.shape[-3] == 2 else None
@@ -194,7 +196,8 @@ def _stored(call: Call, sparse: Sparse) -> Call:
     return call._replace(q=q, k=k, v=v)
 
 
-def _validate(call: Call, return_lse: bool, return_rng: bool) -> None:
+def check_options(call: Call, return_lse: bool, return_rng: bool) -> None:
+    """Checks all of a call but q, k, v and sequences, and not what the device supports."""
     validate.whole_sequences()
     validate.flag("return_attn_probs", call.return_softmax)
     validate.flag("return_lse", return_lse)
@@ -203,8 +206,6 @@ def _validate(call: Call, return_lse: bool, return_rng: bool) -> None:
     if isinstance(call, VarlenFwdCall):
         validate.flag("zero_tensors", call.zero_tensors)
     validate_options.check(call, batch_of(call))
-    if call.q.is_cuda:
-        validate.cuda(call.q, call.v, call.sink)
 
 
 def run_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:

@@ -61,6 +61,13 @@ def attention(call: FwdCall | VarlenFwdCall, backward: bool) -> None:
             say(qkv, op, lambda op: kernels.Problem.of_call(call, op))
 
 
+def fp8(call: FwdCall | VarlenFwdCall) -> None:
+    """Logs a call of an op of e4m3 inputs."""
+    if not call.q.is_cuda:
+        tile = f"{QUERY_BLOCK} queries x {KEY_BLOCK} keys a tile, weights in e4m3"
+        say_of_cpu((call.q, call.k, call.v), "fp8_fwd", tile)
+
+
 def cache(call: FwdKvcacheCall) -> None:
     """Logs a call over a key/value cache."""
     say((call.q, call.k_cache, call.v_cache), "decode", lambda _: kernels.Problem.of_call(call))

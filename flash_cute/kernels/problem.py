@@ -205,7 +205,7 @@ class Problem:
 
     @property
     def is_widened(self) -> bool:
-        """Whether q and k are fp8, which no kernel computes in yet."""
+        """Whether q and k are fp8, which no CUDA kernel computes in yet."""
         return self.dtype in FP8_DTYPES
 
     def request(self) -> dict[str, Any]:

@@ -3,7 +3,8 @@
 Schemas and CUDA implementations are C++ (``csrc/library.cpp``). ``fwd``, ``bwd``, ``varlen_fwd``
 and ``varlen_bwd`` are functional; each has an ``out`` overload that writes into tensors that the
 caller gives. ``fwd_kvcache`` writes into the caches it is given, ``attend_kvcache``, which has
-no keys to append, and ``combine`` into nothing; none of them has a gradient. Everything is
+no keys to append, ``fp8_fwd`` and ``fp8_varlen_fwd``, whose inputs are e4m3, and ``combine`` into
+nothing; none of these has a gradient. Everything is
 registered here, before the first call, so that ``torch.compile``, ``torch.export`` and ``opcheck``
 see complete ops.
 """
@@ -20,7 +21,9 @@ from flash_cute.ops import (
     cpu_kernels,
     fakes,
     flops,
+    fp8,
     pooled_softmax,
+    quantize,
     sharding,
     tile_lists,
     vmap,
@@ -32,12 +35,15 @@ from flash_cute.ops.autograd import (
     no_double_backward,
     save_for_backward,
 )
+from flash_cute.ops.fp8 import has_fp8_attention
 from flash_cute.ops.schema import (
     OP_OF,
     OUT_OF,
     attend_kvcache,
     bwd,
     combine,
+    fp8_fwd,
+    fp8_varlen_fwd,
     fwd,
     fwd_kvcache,
     varlen_bwd,
@@ -56,9 +62,12 @@ __all__ = [
     "combine",
     "deterministic",
     "differentiable",
+    "fp8_fwd",
+    "fp8_varlen_fwd",
     "fwd",
     "fwd_kvcache",
     "has_cuda_kernels",
+    "has_fp8_attention",
     "kernels",
     "no_double_backward",
     "save_for_backward",
@@ -78,5 +87,7 @@ for _layer in (
     sharding,
     tile_lists,
     pooled_softmax,
+    fp8,
+    quantize,
 ):
     _layer.register(_library)

@@ -80,6 +80,8 @@ def register(library: torch.library.Library) -> None:
     for op, writes_with in (
         (schema.fwd_kvcache, "k"),
         (schema.attend_kvcache, ""),
+        (schema.fp8_fwd, ""),
+        (schema.fp8_varlen_fwd, ""),
         (schema.combine, ""),
     ):
         library.impl(op, _reject_gradients(op, _INFERENCE, writes_with), "Autograd")
@@ -300,7 +302,10 @@ def _reject_gradients(op: Any, why: str, writes_with: str = "") -> Callable[...,
         if internals.in_forward_mode():
             refuse_tangents(tensors)
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-            raise RuntimeError(f"{op}: an argument requires grad, and {why}")
+            told = dict(zip(names, args, strict=False)) | named
+            leaves = [n for n, x in told.items() if isinstance(x, Tensor) and x.requires_grad]
+            each = "s" if len(leaves) == 1 else ""
+            raise RuntimeError(f"{op}: {', '.join(leaves)} require{each} grad, and {why}")
         with internals.below_versions():
             results = op(*args, **named)
         given = dict(zip(names, args, strict=False)) | named if written else {}

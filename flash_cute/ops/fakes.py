@@ -36,9 +36,9 @@ def register(library: torch.library.Library) -> None:
         torch.library.register_fake(op, partial(_out, op, functional), lib=library)
 
 
-def _check(check: Callable[..., object], call: Any, *outputs: Tensor | None) -> None:
+def check(checks: Callable[..., object], call: Any, *outputs: Tensor | None) -> None:
     """Refuses what the op refuses, by the numbers that a graph is made with, and makes no guard:
-    ``check`` gets the call, and what an out overload writes into, with examples of symbolic sizes.
+    ``checks`` gets the call, and what an out overload writes into, with examples of symbolic sizes.
     Where data is to tell some of them, the op asks when it runs."""
     made: dict[int, Tensor] = {}
     given: list[Any] = []
@@ -56,7 +56,7 @@ def _check(check: Callable[..., object], call: Any, *outputs: Tensor | None) -> 
             if any(isinstance(n, torch.SymInt) for n in (*x.shape, *x.stride())):
                 made[id(x)] = x.new_empty_strided(numbers[: x.dim()], numbers[x.dim() :])
         given.append(made[id(x)])
-    check(call._make(given[: len(call)]), *given[len(call) :])
+    checks(call._make(given[: len(call)]), *given[len(call) :])
 
 
 def _fwd_results(
@@ -78,7 +78,7 @@ def _fwd_results(
 
 def _fwd(op: Any, *args: Any, **named: Any) -> Results:
     call = CALLS[op](*args, **named)
-    _check(validate_ops.arguments, call)
+    check(validate_ops.arguments, call)
     q = call.q
     *lead, rows, heads, _ = q.shape
     lse_shape = (*lead, heads, rows)
@@ -89,7 +89,7 @@ def _fwd(op: Any, *args: Any, **named: Any) -> Results:
 
 def _bwd(op: Any, *args: Any, **named: Any) -> Results:
     call = CALLS[op](*args, **named)
-    _check(validate_ops.arguments, call)
+    check(validate_ops.arguments, call)
     q, sink, lse = call.q, call.sink, call.softmax_lse
     return (
         *(x.new_empty(x.shape) for x in (q, call.k, call.v)),
@@ -99,7 +99,7 @@ def _bwd(op: Any, *args: Any, **named: Any) -> Results:
 
 
 def _kvcache(call: FwdKvcacheCall) -> Results:
-    _check(lambda given: validate_kvcache.check(given, OF_OPS), call)
+    check(lambda given: validate_kvcache.check(given, OF_OPS), call)
     q, v_cache = call.q, call.v_cache
     batch, (rows, heads) = q.shape[:-3], q.shape[-3:-1]
     return (
@@ -126,13 +126,13 @@ def _out(op: Any, functional: Any, *args: Any, **named: Any) -> None:
     _refuse_lost_views(**outputs)
     fake = _fwd if functional in (fwd, varlen_fwd) else _bwd
 
-    def check(call: Any, *given: Tensor | None) -> None:
+    def check_outputs(call: Any, *given: Tensor | None) -> None:
         validate_ops.outputs(
             call, dict(zip(written, given, strict=True)), internals.results(functional),
             lambda changed: fake(functional, *changed),
         )  # fmt: skip
 
-    _check(check, CALLS[functional](*args, **named), *outputs.values())
+    check(check_outputs, CALLS[functional](*args, **named), *outputs.values())
 
 
 def _refuse_lost_views_of_out(*_: Any, out: Tensor) -> None:
@@ -167,7 +167,7 @@ def _refuse_lost_rows(k_cache: Tensor, k: Tensor) -> None:
 
 def _combine(*args: Any, **named: Any) -> Results:
     call = CombineCall(*args, **named)
-    _check(lambda given: validate_kvcache.partials(*given), call)
+    check(lambda given: validate_kvcache.partials(*given), call)
     out, lse = call.out_partial, call.lse_partial
     return (
         out.new_empty(out.shape[1:], dtype=call.dtype or out.dtype),

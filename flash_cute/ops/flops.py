@@ -41,6 +41,8 @@ def _register_formulas() -> None:
         (OPS.varlen_fwd, _varlen_pairs),
         (OPS.fwd_kvcache, _cached_pairs),
         (OPS.attend_kvcache, _cached_pairs),
+        (OPS.fp8_fwd, _dense_pairs),
+        (OPS.fp8_varlen_fwd, _varlen_pairs),
         (OPS.bwd, _dense_pairs),
         (OPS.varlen_bwd, _varlen_pairs),
     ):

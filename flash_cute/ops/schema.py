@@ -20,6 +20,8 @@ varlen_fwd = OPS.varlen_fwd.default
 varlen_bwd = OPS.varlen_bwd.default
 fwd_kvcache = OPS.fwd_kvcache.default
 attend_kvcache = OPS.attend_kvcache.default
+fp8_fwd = OPS.fp8_fwd.default
+fp8_varlen_fwd = OPS.fp8_varlen_fwd.default
 combine = OPS.combine.default
 # The out overload of each op.
 OUT_OF = {
@@ -37,6 +39,8 @@ CALLS: dict[Any, Any] = {
     varlen_bwd: typed.VarlenBwdCall,
     fwd_kvcache: typed.FwdKvcacheCall,
     attend_kvcache: typed.AttendKvcacheCall,
+    fp8_fwd: typed.Fp8FwdCall,
+    fp8_varlen_fwd: typed.Fp8VarlenFwdCall,
     combine: typed.CombineCall,
 }
 CALLS |= {OUT_OF[op]: CALLS[op] for op in OUT_OF}

@@ -176,6 +176,55 @@ class AttendKvcacheCall(NamedTuple):
     split_size: int = 0
 
 
+class Fp8FwdCall(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    softmax_scale: float | None = None
+    is_causal: bool = False
+    window_size_left: int = -1
+    window_size_right: int = -1
+    sink: Tensor | None = None
+    two_level: bool = True
+    dtype: torch.dtype | None = None
+
+
+class Fp8VarlenFwdCall(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    seqused_q: Tensor | None = None
+    seqused_k: Tensor | None = None
+    block_table: Tensor | None = None
+    q_descale: Tensor | None = None
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    softmax_scale: float | None = None
+    is_causal: bool = False
+    window_size_left: int = -1
+    window_size_right: int = -1
+    sink: Tensor | None = None
+    two_level: bool = True
+    dtype: torch.dtype | None = None
+
+
+class QuantizeE4M3Call(NamedTuple):
+    x: Tensor
+    cu_seqlens: Tensor | None = None
+    scaling: str = "head"
+    heads_k: int | None = None
+    power_of_two: bool = False
+    hadamard: bool = False
+    subtract_mean: bool = False
+
+
 class CombineCall(NamedTuple):
     out_partial: Tensor
     lse_partial: Tensor
@@ -481,6 +530,64 @@ class AttendKvcache(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class Fp8Fwd(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        sink: Tensor | None = None,
+        two_level: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class Fp8VarlenFwd(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        sink: Tensor | None = None,
+        two_level: bool = True,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class QuantizeE4M3(Protocol):
+    def __call__(
+        self,
+        x: Tensor,
+        cu_seqlens: Tensor | None = None,
+        scaling: str = "head",
+        heads_k: int | None = None,
+        power_of_two: bool = False,
+        hadamard: bool = False,
+        subtract_mean: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
+
+
 class Combine(Protocol):
     def __call__(
         self, out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None = None
@@ -494,6 +601,9 @@ class Ops(Protocol):
     varlen_bwd: VarlenBwd
     fwd_kvcache: FwdKvcache
     attend_kvcache: AttendKvcache
+    fp8_fwd: Fp8Fwd
+    fp8_varlen_fwd: Fp8VarlenFwd
+    quantize_e4m3: QuantizeE4M3
     combine: Combine
 
 

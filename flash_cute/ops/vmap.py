@@ -10,8 +10,9 @@ which are independent in attention:
 
 Other calls are made one by one: sparse calls; those with dropout, whose mask depends on the index
 in the batch and in the heads; those whose samples differ in offsets or lengths of packed sequences;
-and over a cache those with packed queries, or whose samples differ in the sink or in only one of
-the caches. Ops that write into their arguments raise an error that names them.
+packed ones of e4m3, and of e4m3 those whose samples differ in the sink; and over a cache those with
+packed queries, or whose samples differ in the sink or in only one of the caches. Ops that write
+into their arguments raise an error that names them.
 
 The rules of ops that are no attention stand with them: ``tile_lists.py``, ``pooled_softmax.py``.
 """
@@ -36,6 +37,7 @@ Rule = Callable[[Any, int, set[str], Any], tuple[Results, tuple[int | None, ...]
 _ROWS = ("q", "k", "v", "dout", "out")  # (.., heads, dim)
 _STATISTICS = ("softmax_lse", "dlse")  # (.., heads, rows)
 _PLACES = ("cache_seqlens", "cache_leftpad")  # (batch,)
+_DESCALES = ("q_descale", "k_descale", "v_descale")  # (batch, ..)
 _SEQUENCES = {"cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k", "block_table"}
 # Tensors that the rules of attention know: calls with others are made one by one.
 _KNOWN = {*_ROWS, *_STATISTICS, *_SEQUENCES, "alibi_slopes", "sink", "rng"}
@@ -79,9 +81,9 @@ def _into_batch(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
     batch = call.q.shape["q" in mapped]
     folded = {
         name: _readable(name, _each(name, samples, mapped, call).flatten(0, 1))
-        for name in _given(call, *_ROWS, *_STATISTICS, *_PLACES)
+        for name in _given(call, *_ROWS, *_STATISTICS, *_PLACES, *_DESCALES)
     }
-    slopes = call.alibi_slopes
+    slopes = getattr(call, "alibi_slopes", None)
     if slopes is not None and (slopes.dim() == 2 or "alibi_slopes" in mapped):
         each = _each("alibi_slopes", samples, mapped, call)
         each = each if each.dim() == 3 else each[:, None].expand(-1, batch, -1)
@@ -141,6 +143,13 @@ def _attend_kvcache(op: Any, samples: int, mapped: set[str], call: AttendKvcache
     for cache in caches:
         folded[cache] = _readable(cache, getattr(call, cache).flatten(0, 1))
     return _into_batch(op, samples, mapped, call._replace(**folded))
+
+
+def _fp8(op: Any, samples: int, mapped: set[str], call: Any) -> Any:
+    """The rule of ``fp8_fwd`` and its varlen form."""
+    if "sink" in mapped or hasattr(call, "cu_seqlens_q"):
+        return _one_by_one(op, samples, mapped, call)
+    return _into_batch(op, samples, mapped, call)
 
 
 def _combine(op: Any, samples: int, mapped: set[str], call: CombineCall) -> Any:
@@ -228,4 +237,6 @@ def register(library: torch.library.Library) -> None:
         _register(library, name, _attention)
     _register(library, "fwd_kvcache", _refuse)
     _register(library, "attend_kvcache", _attend_kvcache)
+    for name in ("fp8_fwd", "fp8_varlen_fwd"):
+        _register(library, name, _fp8)
     _register(library, "combine", _combine)

@@ -118,6 +118,15 @@ def compiled(mesh) -> None:
     torch.testing.assert_close(gathered(run(part, part, part)), flash_cute.flash_attn_func(x, x, x))
 
 
+def e4m3(mesh) -> None:
+    """Widened, as the op of e4m3 inputs takes no DTensors."""
+    local = [torch.randn(2, 6, n, 8).to(torch.float8_e4m3fn) for n in (4, 2, 2)]
+    parts = [DTensor.from_local(x, mesh, [Shard(0)]) for x in local]
+    got = flash_cute.flash_attn_func(*parts, causal=True)
+    expected = flash_cute.flash_attn_func(*(x.to(torch.bfloat16) for x in local), causal=True)
+    assert tuple(got.placements) == (Shard(0),) and torch.equal(got.to_local(), expected)
+
+
 def on_the_mesh(check: Callable) -> None:
     torch.manual_seed(0)
     check(init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -130,7 +139,9 @@ def two() -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize(
-    "check", [dense, heads_that_do_not_divide, varlen, refusals, compiled], ids=lambda x: x.__name__
+    "check",
+    [dense, heads_that_do_not_divide, varlen, refusals, compiled, e4m3],
+    ids=lambda x: x.__name__,
 )
 def test_on_two_processes(two: Ranks, check: Callable) -> None:
     two.run(on_the_mesh, check)

@@ -1,10 +1,13 @@
-"""Inputs of quantize_fp8, what its values stand for, and their attention in fp64."""
+"""Inputs of quantize_fp8, what its values stand for, their attention in fp64, and how far attention
+may be from it whose weights are rounded to e4m3."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from eight_bits import NUMBERS
 from torch import Tensor
 
 E4M3 = torch.float8_e4m3fn
@@ -12,19 +15,93 @@ LARGEST = 448.0
 QK, V = ["head", "tensor", "row"], ["head", "tensor", "channel"]
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
-    """out and the LSE in fp64, of (batch, seqlen, heads, dim)."""
+class Exact(NamedTuple):
+    """Attention in fp64 of (batch, seqlen, heads, dim)."""
+
+    out: Tensor
+    lse: Tensor  # (batch, heads, seqlen_q)
+    scores: Tensor  # (batch, heads, seqlen_q, seqlen_k), -inf where hidden
+    v: Tensor  # of each query head
+
+    def weights(self) -> Tensor:
+        return (self.scores - self.lse[..., None]).exp().nan_to_num(0.0)
+
+    def largest(self) -> Tensor:
+        """Of each row; -inf if it sees no key."""
+        none = self.scores.new_full((*self.scores.shape[:-1], 1), -torch.inf)
+        return torch.cat((self.scores, none), -1).amax(-1, keepdim=True)
+
+    def bound(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        """Of each number of out, how far it may be off if weights p, at most 1 relative to the
+        largest so far, are rounded as 2^8 p to e4m3, and divided by their sum; out to ``dtype``.
+
+        Rounding changes p by 2^-4 of it, or where e4m3 is subnormal by 2^-10 / 2^8. What the sum
+        of errors times v does to out is the sum of errors times v - out.
+        """
+        seen, largest = ~self.scores.isneginf(), self.largest()
+        least = 2.0**-18 * (largest - self.lse[..., None]).exp()
+        errors = torch.where(seen, 2.0**-4 * self.weights() + least, 0.0).nan_to_num(0.0)
+        heads = zip(errors.unbind(1), self.v.unbind(2), self.out.unbind(2), strict=True)
+        spreads = [(e[..., None] * (v[:, None] - o[:, :, None]).abs()).sum(2) for e, v, o in heads]
+        lost = errors.sum(-1).transpose(1, 2)[..., None].clamp(max=0.9)
+        unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
+        return torch.stack(spreads, 2) / (1 - lost) * (1 + unit) + unit * self.out.abs() + 1e-5
+
+    def rounded(self) -> Tensor:
+        """out as it is if all keys are one tile: relative to the largest score of a row."""
+        base = self.largest().nan_to_num(neginf=0.0)
+        p = torch.from_numpy(nearest((self.scores - base).exp().mul(256).numpy()))
+        lse_of_scores = self.scores.logsumexp(-1)
+        sink = (self.lse.exp() - lse_of_scores.exp()).clamp(min=0) * (-base[..., 0]).exp() * 256
+        total = p.sum(-1) + sink
+        p = p / torch.where(total == 0, 1.0, total)[..., None]
+        return torch.einsum("bhij,bjhd->bihd", p, self.v)
+
+
+def nearest(x: np.ndarray) -> np.ndarray:
+    """Numbers of 0 to 448 to the nearest of e4m3, of two the even one."""
+    above = np.searchsorted(NUMBERS, x).clip(1, 126)
+    low, high = x - NUMBERS[above - 1], NUMBERS[above] - x
+    is_low = (low < high) | ((low == high) & (above % 2 == 1))
+    return np.where(is_low, NUMBERS[above - 1], NUMBERS[above])
+
+
+def exact(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    scale: float | None = None,
+    sink: Tensor | None = None,
+) -> Exact:
+    """Attention of (batch, seqlen, heads, dim) in fp64, masks aligned to the bottom right."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.cpu().double() for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
-    scores = torch.einsum("bihd,bjhd->bhij", q, k) * q.shape[-1] ** -0.5
-    if causal:
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool)
-        scores = scores.masked_fill(
-            hidden.triu(scores.shape[-1] - scores.shape[-2] + 1), -torch.inf
-        )
-    out = torch.einsum("bhij,bjhd->bihd", scores.softmax(-1).nan_to_num(0.0), v)
-    return out, scores.logsumexp(-1)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    ahead = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None]
+    ahead = ahead - (k.shape[1] - q.shape[1])  # of the key, how far behind the diagonal it lies
+    left, right = window
+    right = 0 if causal else right
+    hidden = torch.zeros_like(ahead, dtype=torch.bool)
+    if left >= 0:
+        hidden |= ahead < -left
+    if right >= 0:
+        hidden |= ahead > right
+    scores = scores.masked_fill(hidden, -torch.inf)
+    lse = scores.logsumexp(-1)
+    if sink is not None:
+        lse = torch.logaddexp(lse, sink.cpu().double()[None, :, None].expand_as(lse))
+    weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
+    return Exact(torch.einsum("bhij,bjhd->bihd", weights, v), lse, scores, v)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:
+    """out and the LSE in fp64, of (batch, seqlen, heads, dim)."""
+    found = exact(q, k, v, causal)
+    return found.out, found.lse
 
 
 def inputs(

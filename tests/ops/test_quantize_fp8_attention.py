@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fp8_bounds import relative
 from fp8_oracle import LARGEST, attend, error, inputs, offsets, wide
 from torch import Tensor
 
@@ -27,7 +28,7 @@ def test_attention_of_them(device, options, causal):
     assert (x.corrected_lse(lse).cpu() - expected_lse).abs().max() < 0.25
     rounded = ((x.q, x.q_descale), (x.k, x.k_descale), (x.v, x.v_descale))
     exact, exact_lse = attend(*(wide(*y) for y in rounded), causal)
-    assert error(out, exact) < 0.015
+    assert error(out, exact) < relative(device, 0.015, x.q, x.k, x.v)
     assert (lse.cpu() - exact_lse).abs().max() < 0.03
 
 
@@ -36,15 +37,19 @@ def with_outliers(*shape: int) -> Tensor:
     return torch.randn(shape) + 10 * torch.randn(shape) * (torch.rand(shape) < 0.001)
 
 
-@pytest.mark.parametrize(("seqlen", "dim", "ratio"), [(2048, 128, 1.5), (4096, 256, 1.9)])
-def test_hadamard_and_smoothing_halve_the_error_of_outliers(device, seqlen, dim, ratio):
-    """The larger the more: 1.9 and 2.6 times in the mean, from run to run within a tenth."""
+@pytest.mark.parametrize(("seqlen", "dim", "ratio", "out_dtype"), [
+    (2048, 128, 1.5, torch.float32), (4096, 256, 1.9, torch.float32),
+    (2048, 128, 1.5, torch.bfloat16),
+])  # fmt: skip
+def test_hadamard_and_smoothing_halve_the_error_of_outliers(device, seqlen, dim, ratio, out_dtype):
+    """The larger the more: 1.9 and 2.6 times in the mean, from run to run within a tenth. In fp32
+    weights are exact, in bf16 they are rounded to e4m3 where the device has the op for it."""
     q, k, v = (with_outliers(1, seqlen, 2, dim) for _ in "qkv")
     heads = [attend(*(x[:, :, h : h + 1] for x in (q, k, v)))[0] for h in range(2)]
     errors = []
     for is_on in (False, True):
         x = quantize_fp8(*(y.to(device) for y in (q, k, v)), smooth_k=is_on, hadamard=is_on)
-        out = flash_attn_func(x.q, x.k, x.v, **x.descales(), out_dtype=torch.float32)
+        out = flash_attn_func(x.q, x.k, x.v, **x.descales(), out_dtype=out_dtype)
         errors.append(error(out, torch.cat(heads, 2)))
     assert errors[1] <= errors[0] / ratio
 

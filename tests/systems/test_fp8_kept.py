@@ -13,18 +13,72 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from flash_cute import check
+from flash_cute import check, flash_attn_func, flash_attn_varlen_func
 from flash_cute.attention import FlashAttention3, FP8Attention, FP8AttentionConfig
+from flash_cute.call.fp8 import power_of_two_scale
 from flash_cute.functional.kept_autograd import Fp8Form
+from flash_cute.functional.packed_autograd import NoDoubleBackward
+from flash_cute.ops.typed import OPS
 
 D, HEADS = 64, 4
 LOW = [torch.bfloat16, torch.float16]
 
 
+class OfCopies(torch.autograd.Function):
+    """Attention of q, k and v in e4m3, and of their copies in 16 bits backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, layer: FP8Attention, lengths: Any, options: Any
+    ) -> Tensor:
+        rounded, named = [], {}
+        for name, x in zip("qkv", (q, k, v), strict=True):
+            dims = tuple(d for d in range(-x.dim(), 0) if d != -2 or layer.scaling == "tensor")
+            scale = power_of_two_scale(x, dims, 448.0)
+            rounded.append((x.float() / scale).to(layer.format))
+            named[f"{name}_descale"] = scale.reshape(-1)
+            if layer.scaling == "head":
+                sequences = len(x) if x.dim() == 4 else len(lengths["cu_seqlens_q"]) - 1
+                of_heads = scale.reshape(1, -1).expand(sequences, -1)
+                is_grouped = x.shape[-2] != k.shape[-2]
+                named[f"{name}_descale"] = (
+                    scale.expand(*x.shape[:-1], 1) if is_grouped else of_heads
+                )
+        function: Any = flash_attn_varlen_func if lengths else flash_attn_func
+        out, lse = function(
+            *rounded, **lengths, **options, **named, out_dtype=q.dtype, return_lse=True
+        )
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.lengths, ctx.options = lengths, options
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:
+        options = dict(ctx.options)
+        left, right = options.pop("window_size", (-1, -1))
+        options |= {"is_causal": options.pop("causal"), "window_size_left": left}
+        op: Any = OPS.varlen_bwd if ctx.lengths else OPS.bwd
+        with torch.no_grad():
+            dq, dk, dv, _, _ = op(
+                dout, *ctx.saved_tensors, **ctx.lengths, **options, window_size_right=right
+            )
+        if torch.is_grad_enabled():
+            out = ctx.saved_tensors[3]
+            dq, dk, dv = NoDoubleBackward.apply(out, None, None, dout, None, dq, dk, dv)
+        return dq, dk, dv, None, None, None
+
+
 class AsItIs(FP8Attention):
     """The same layer, which keeps q, k and v in their own dtype."""
 
-    _call = FlashAttention3._call
+    def _call(self, tensors: Any, lengths: Any, options: Any) -> Tensor:
+        is_plain = not (options.get("softcap") or options.get("dropout_p"))
+        if not (is_plain and self._form(False).is_computed(tensors[0])):
+            return FlashAttention3._call(self, tensors, lengths, options)
+        if len(tensors) == 1:
+            tensors = tensors[0].unbind(-3)
+            lengths = {f"{name}_{x}": y for name, y in lengths.items() for x in "qk"}
+        return OfCopies.apply(*tensors, self, lengths, options)
 
 
 def pair(device: str, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> list[FP8Attention]:

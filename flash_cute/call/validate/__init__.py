@@ -26,9 +26,9 @@ INT64_MAX = 2**63 - 1
 FP32_MAX = torch.finfo(torch.float32).max
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor) -> None:
+def dense(q: Tensor, k: Tensor, v: Tensor, *, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """q (batch, seqlen_q, heads, dim), k (batch, seqlen_k, heads_k, dim), v as k with dim_v."""
-    same_kind(q, k, v)
+    same_kind(q, k, v, dtypes=dtypes)
     if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         name, x = next((n, x) for n, x in _named(q, k, v) if x.dim() != 4)
         raise ValueError(
@@ -57,13 +57,14 @@ def varlen(
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     name_of_table: str = "block_table",
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> None:
     """q (total_q, heads, dim), k (total_k, heads_k, dim), v as k with dim_v.
 
     With ``block_table`` k and v are (num_blocks, page_size, heads_k, dim). ``cu_seqlens_q`` and
     ``cu_seqlens_k`` are int32 (batch + 1).
     """
-    same_kind(q, k, v)
+    same_kind(q, k, v, dtypes=dtypes)
     rank = 3 if block_table is None else 4
     layout = "(total_k, heads_k, dim)" if rank == 3 else "(num_blocks, page_size, heads_k, dim)"
     if q.dim() != 3:
@@ -219,13 +220,13 @@ def packed(
     contiguous_last(name, x)
 
 
-def is_descale_tensor(x: Any, name: str, q: Tensor) -> TypeGuard[Tensor]:
+def is_descale_tensor(x: Any, name: str, q: Tensor, of_q: str = "q") -> TypeGuard[Tensor]:
     """Whether a descale is a tensor; refuses other numbers than positive ones, and tensors that are
-    not where q is."""
+    not where q is, which is called ``of_q``."""
     if isinstance(x, Tensor):
         strided(name, x)
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
+            raise ValueError(f"{name} is on {x.device}, {of_q} on {q.device}; they must agree")
         return True
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is {kind_of(x)}; expected a number or a tensor")
@@ -261,6 +262,7 @@ def same_kind(
     name_k: str = "k",
     name_v: str = "v",
     is_quantized: bool = False,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> None:
     """Refuses other dtypes and devices than q's; with ``is_quantized`` the dtypes of k and v are
     looked at elsewhere."""
@@ -268,8 +270,8 @@ def same_kind(
     tensor(name_k, k)
     tensor(name_v, v)
     dtype, device = q.dtype, q.device
-    if dtype not in DTYPES:
-        raise TypeError(f"q has dtype {dtype}; supported: {listed(DTYPES)}")
+    if dtype not in dtypes:
+        raise TypeError(f"q has dtype {dtype}; supported: {listed(dtypes)}")
     if not is_quantized and (k.dtype != dtype or v.dtype != dtype):
         raise TypeError(
             f"dtypes differ: q has {dtype}, {name_k} {k.dtype}, {name_v} {v.dtype}; cast them to "

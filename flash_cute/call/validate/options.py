@@ -38,8 +38,8 @@ OF_OPS = Names(causal="is_causal", window_size=("window_size_left", "window_size
 
 def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
     """Checks all options of a call of any op with ``batch`` sequences. Calls over a cache have no
-    dropout and no backward."""
-    softmax_scale, softcap = call.softmax_scale, call.softcap
+    dropout and no backward, those of e4m3 inputs no softcap and no slopes either."""
+    softmax_scale, softcap = call.softmax_scale, getattr(call, "softcap", 0.0)
     validate.flag(names.causal, call.is_causal)
     validate.flag("deterministic", getattr(call, "deterministic", False))
     if softmax_scale is not None:
@@ -69,8 +69,9 @@ def check(call: Any, batch: int, names: Names = OF_FUNCTIONS) -> None:
             )
     _dropout(names.dropout_p, getattr(call, "dropout_p", 0.0))
     heads = call.q.shape[-2]
-    if call.alibi_slopes is not None:
-        _alibi_slopes(names.alibi_slopes, call.alibi_slopes, call.q, heads, batch)
+    slopes = getattr(call, "alibi_slopes", None)
+    if slopes is not None:
+        _alibi_slopes(names.alibi_slopes, slopes, call.q, heads, batch)
     if call.sink is not None:
         _sink(call.sink, call.q, heads)
 

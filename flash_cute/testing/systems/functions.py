@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import flash_cute
+from flash_cute.ops import has_fp8_attention
 from flash_cute.testing.systems import oracle
 from flash_cute.testing.systems.findings import Findings
 
@@ -35,7 +36,7 @@ class Case:
     causal: bool = False
     format: str = "e4m3"
     value_in_fp8: bool = False
-    descale: str = "number"  # of q and k: "", "number", "tensor", "heads"
+    descale: str = "number"  # "", "number", "tensor", "heads", "rows" (of v channels)
     size: float = 1.0  # of the numbers, which descales bring back
     size_k: float = 1.0  # of k's
 
@@ -51,7 +52,7 @@ def draw(pick: random.Random) -> Case:
         heads_k=heads if form == "qkvpacked" else pick.choice((1, heads)),
         dim=pick.choice((8, 16)), causal=pick.random() < 0.5,
         format=pick.choice(("e4m3", "e5m2")), value_in_fp8=pick.random() < 0.4,
-        descale=pick.choice(("", "number", "tensor", "heads")),
+        descale=pick.choice(("", "number", "tensor", "heads", "rows")),
         size=pick.choice((1.0, 1.0, 1e-3, 100.0, 1e4)), size_k=pick.choice((1.0, 1e-4, 1e3)),
     )  # fmt: skip
 
@@ -103,8 +104,16 @@ def _check_fp8(find: Findings, case: Case, device: str) -> None:
         exact.append(made[-1].double())
         if case.descale:
             given, factor = _descale(case, 1 / scale, x.device)
+            if case.descale == "rows":
+                given = _finer(case, 1 / scale, name, heads, x.device)
+                factor = given.double()
             options[f"{name}_descale"] = given
-            if factor.dim():  # of kv heads, q's heads being in groups of them
+            if case.descale == "rows" and name != "v":
+                exact[-1] = exact[-1] * factor
+            elif case.descale == "rows":
+                exact[-1] = exact[-1].view(case.batch, case.seqlen, heads, case.dim)
+                exact[-1] = (exact[-1] * factor[:, None]).view(_shape(case, heads))
+            elif factor.dim():  # of kv heads, q's heads being in groups of them
                 factor = factor.repeat_interleave(heads // case.heads_k, -1)
                 exact[-1] = exact[-1].view(case.batch, case.seqlen, heads, case.dim)
                 exact[-1] = (exact[-1] * factor[:, None, :, None]).view(_shape(case, heads))
@@ -112,13 +121,19 @@ def _check_fp8(find: Findings, case: Case, device: str) -> None:
                 exact[-1] = exact[-1] * factor
     out = _call(case, (made[0], made[1], made[2]), **options)
     window = (-1, 0) if case.causal else (-1, -1)
-    parts = [x.view(case.batch, case.seqlen, -1, case.dim) for x in exact]
-    true = torch.stack([
-        oracle.attention(*(x[b] for x in parts), window=window)[0] for b in range(case.batch)
-    ])  # fmt: skip
+    q, k, v = (x.view(case.batch, case.seqlen, -1, case.dim) for x in exact)
+    true, of_sizes = (
+        torch.stack([
+            oracle.attention(q[b], k[b], x[b], window=window)[0] for b in range(case.batch)
+        ])
+        for x in (v, v.abs())
+    )  # fmt: skip
     # Factors are exact in 16 bits, except descales, which are rounded once.
     size = max(float(true.abs().max()), 1e-3)
-    find.close("out", out.view(true.shape), true, 2.0**-5 * size)
+    bound = 2.0**-5 * size
+    if case.format == "e4m3" and case.value_in_fp8 and has_fp8_attention(out.device):
+        bound += 1.1 * 2.0**-4 * (size + float(of_sizes.abs().max()))  # of rounded weights
+    find.close("out", out.view(true.shape), true, bound)
 
 
 def _descale(case: Case, number: float, device: torch.device) -> tuple[Any, Tensor]:
@@ -128,6 +143,13 @@ def _descale(case: Case, number: float, device: torch.device) -> tuple[Any, Tens
         return torch.tensor(number, device=device), torch.tensor(number, device=device).double()
     factor = number * (1 + torch.rand(case.batch, case.heads_k, device=device))
     return factor, factor.double()
+
+
+def _finer(case: Case, number: float, name: str, heads: int, device: torch.device) -> Tensor:
+    """Descales of rows of q and k, and of channels of v."""
+    channels = (case.batch, heads, case.dim)
+    shape = channels if name == "v" else (*_shape(case, heads)[:-1], 1)
+    return number * (1 + torch.rand(shape, device=device))
 
 
 def _inputs(case: Case, device: str) -> tuple[Tensor, ...]:
