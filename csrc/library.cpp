@@ -57,6 +57,10 @@ const std::string kFwdKvcache =
     kPlaces + "Tensor? cu_seqlens_k_new=None, Tensor? rotary_seqlens=None, " + kCacheScore +
     "bool rotary_interleaved=True, " + kSplits;
 const std::string kAttendKvcache = "Tensor q, Tensor k_cache, Tensor v_cache, " + kPlaces + kCacheScore + kSplits;
+// Caches of 8 bits.
+const std::string kAttendQuantizedKvcache =
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_descale=None, Tensor? v_descale=None, " + kPlaces +
+    kCacheScore + kSplits;
 
 const std::string kLabForward = "(str config, Tensor q, Tensor k, Tensor v, *, Tensor(a!) out) -> ";
 
@@ -82,6 +86,7 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("varlen_bwd.out(" + kVarlenBwd + kBwdOut).c_str());
   m.def(("fwd_kvcache(" + kFwdKvcache + ")" + kOutAndLse).c_str());
   m.def(("attend_kvcache(" + kAttendKvcache + ")" + kOutAndLse).c_str());
+  m.def(("attend_quantized_kvcache(" + kAttendQuantizedKvcache + ")" + kOutAndLse).c_str());
   m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
   m.def("tile_lists(Tensor codes, SymInt capacity) -> Tensor");
   m.def("transposed_tile_lists(Tensor lists, SymInt tiles) -> (Tensor lists, Tensor ranks)");

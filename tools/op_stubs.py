@@ -24,7 +24,10 @@ import flash_cute  # noqa: E402, F401  loads the ops
 
 TYPED = ROOT / "flash_cute" / "ops" / "typed.py"
 FROZEN = ROOT / "flash_cute" / "ops" / "schemas.txt"
-PUBLIC = ("fwd", "bwd", "varlen_fwd", "varlen_bwd", "fwd_kvcache", "attend_kvcache", "combine")
+PUBLIC = (
+    "fwd", "bwd", "varlen_fwd", "varlen_bwd", "fwd_kvcache", "attend_kvcache",
+    "attend_quantized_kvcache", "combine",
+)  # fmt: skip
 HEAD = '''"""Calls as values, and ``torch.ops.flash_cute`` with types: made of the ops' schemas by
 tools/op_stubs.py.
 

@@ -80,6 +80,7 @@ def register(library: torch.library.Library) -> None:
     for op, writes_with in (
         (schema.fwd_kvcache, "k"),
         (schema.attend_kvcache, ""),
+        (schema.attend_quantized_kvcache, ""),
         (schema.combine, ""),
     ):
         library.impl(op, _reject_gradients(op, _INFERENCE, writes_with), "Autograd")

@@ -20,6 +20,7 @@ varlen_fwd = OPS.varlen_fwd.default
 varlen_bwd = OPS.varlen_bwd.default
 fwd_kvcache = OPS.fwd_kvcache.default
 attend_kvcache = OPS.attend_kvcache.default
+attend_quantized_kvcache = OPS.attend_quantized_kvcache.default
 combine = OPS.combine.default
 # The out overload of each op.
 OUT_OF = {
@@ -37,10 +38,17 @@ CALLS: dict[Any, Any] = {
     varlen_bwd: typed.VarlenBwdCall,
     fwd_kvcache: typed.FwdKvcacheCall,
     attend_kvcache: typed.AttendKvcacheCall,
+    attend_quantized_kvcache: typed.AttendQuantizedKvcacheCall,
     combine: typed.CombineCall,
 }
 CALLS |= {OUT_OF[op]: CALLS[op] for op in OUT_OF}
 OP_OF = {CALLS[op]: op for op in OUT_OF}  # by the class of the call
+
+
+def over_cache(call: Any) -> typed.FwdKvcacheCall:
+    """A call of any op over a cache as one of ``fwd_kvcache``, without its descales."""
+    fields = typed.FwdKvcacheCall._fields
+    return typed.FwdKvcacheCall(**{n: x for n, x in call._asdict().items() if n in fields})
 
 
 def written_arguments(op: Any) -> list[str]:
