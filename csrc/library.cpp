@@ -57,6 +57,10 @@ const std::string kFwdKvcache =
     kPlaces + "Tensor? cu_seqlens_k_new=None, Tensor? rotary_seqlens=None, " + kCacheScore +
     "bool rotary_interleaved=True, " + kSplits;
 const std::string kAttendKvcache = "Tensor q, Tensor k_cache, Tensor v_cache, " + kPlaces + kCacheScore + kSplits;
+// Caches of 8 bits.
+const std::string kAttendQuantizedKvcache =
+    "Tensor q, Tensor k_cache, Tensor v_cache, Tensor? k_descale=None, Tensor? v_descale=None, " + kPlaces +
+    kCacheScore + kSplits;
 
 // Descales are what the stored e4m3 numbers are multiplied by; their dims tell what shares one.
 const std::string kFp8Scales = "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, ";
@@ -98,6 +102,7 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("fp8_fwd(" + kQkv + kFp8Scales + kFp8Score + ")" + kOutAndLse).c_str());
   m.def(("fp8_varlen_fwd(" + kQkv + kFp8Sequences + kBlockTable + kFp8Scales + kFp8Score + ")" + kOutAndLse).c_str());
   m.def(("quantize_e4m3(" + kQuantize + ") -> (Tensor values, Tensor descale, Tensor? mean)").c_str());
+  m.def(("attend_quantized_kvcache(" + kAttendQuantizedKvcache + ")" + kOutAndLse).c_str());
   m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
   m.def("tile_lists(Tensor codes, SymInt capacity) -> Tensor");
   m.def("transposed_tile_lists(Tensor lists, SymInt tiles) -> (Tensor lists, Tensor ranks)");

@@ -46,6 +46,7 @@ TESTS = [
     "tests/ops/test_compile_constants.py",
     "tests/ops/test_compile_views.py",
     "tests/ops/test_package.py",
+    "tests/ops/test_attend_quantized_kvcache.py",
     "tests/ops/test_quantized_kvcache.py",
     "tests/ops/test_quantized_kvcache_errors.py",
     "tests/ops/test_quantized_kvcache_places.py",

@@ -2,8 +2,8 @@
 
 Arguments, their order and the results are those of ``hopper/flash_attn_interface.py``.
 ``num_splits`` (except over a cache), ``pack_gqa`` and ``sm_margin`` schedule its kernels, and are
-ignored here; ``qv``, ``attention_chunk``, and over a cache ``q_descale``, as q has 16 bits there,
-raise an error that names them.
+ignored here; ``qv``, ``attention_chunk``, and ``q_descale`` over a cache of 16 bits raise an error
+that names them.
 """
 
 from __future__ import annotations
@@ -176,8 +176,12 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """:func:`flash_cute.flash_attn_with_kvcache`, without gradients. ``cache_batch_idx`` selects
     rows of ``page_table``; ``return_softmax_lse`` returns (out, softmax_lse, None, None).
-    ``scheduler_metadata`` is what :func:`get_scheduler_metadata` returned."""
+    ``scheduler_metadata`` is what :func:`get_scheduler_metadata` returned. Over caches of 8 bits q
+    may be e4m3, which is widened to bf16, and ``q_descale`` multiplies it."""
     calls.check_no_metadata(scheduler_metadata)
+    q, q_descale, k_descale = calls.over_8_bits(
+        q, k_cache, v_cache, (q_descale, k_descale), cu_seqlens_q
+    )
     cache_batch_idx, page_table = calls.select_cache_rows(cache_batch_idx, page_table)
     with torch.no_grad():
         results = kvcache.flash_attn_with_kvcache(

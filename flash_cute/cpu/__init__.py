@@ -12,5 +12,14 @@ from __future__ import annotations
 from flash_cute.cpu.backward import bwd, varlen_bwd
 from flash_cute.cpu.forward import fwd, varlen_fwd
 from flash_cute.cpu.kvcache import combine, fwd_kvcache
+from flash_cute.cpu.quantized_kvcache import attend_quantized_kvcache
 
-__all__ = ["bwd", "combine", "fwd", "fwd_kvcache", "varlen_bwd", "varlen_fwd"]
+__all__ = [
+    "attend_quantized_kvcache",
+    "bwd",
+    "combine",
+    "fwd",
+    "fwd_kvcache",
+    "varlen_bwd",
+    "varlen_fwd",
+]

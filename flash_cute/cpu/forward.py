@@ -11,7 +11,16 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute.cpu import plain, varlen
 from flash_cute.cpu.odd import NonFinite
-from flash_cute.cpu.tiles import Options, Tiles, compute_dtype, fold, product, select, unfold_into
+from flash_cute.cpu.tiles import (
+    Blocks,
+    Options,
+    Tiles,
+    compute_dtype,
+    fold,
+    product,
+    select,
+    unfold_into,
+)
 
 if TYPE_CHECKING:
     from flash_cute.ops.typed import FwdCall, VarlenFwdCall
@@ -56,7 +65,7 @@ class Outputs(NamedTuple):
         )
 
 
-def attend_rows(tiles: Tiles, v: Tensor, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+def attend_rows(tiles: Tiles, v: Blocks, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
     """Output (n, group * rows, dim_v), log-sum-exp and row maximum (.., 1) of ``rows``.
 
     Online softmax (Milakov and Gimelshein, arXiv 1805.02867): ``total`` and ``out`` are sums
@@ -104,7 +113,11 @@ def _write_softmax(tiles: Tiles, rows: slice, lse: Tensor, softmax: Tensor) -> N
 
 def _attend_tiles(tiles: Tiles, v: Tensor, outputs: Outputs) -> None:
     """Attention of all rows over v (batch, seqlen_k, heads_k, dim_v), written into ``outputs``."""
-    values = fold(v, tiles.heads_k).flatten(0, 1)
+    attend_tiles(tiles, fold(v, tiles.heads_k).flatten(0, 1), outputs)
+
+
+def attend_tiles(tiles: Tiles, values: Blocks, outputs: Outputs) -> None:
+    """Attention of all rows over ``values`` (n, seqlen_k, dim_v), written into ``outputs``."""
     for rows in tiles.query_blocks():
         out, lse, row_max = attend_rows(tiles, values, rows)
         unfold_into(outputs.out[:, rows], out)

@@ -14,7 +14,9 @@ from flash_cute.cpu.forward import Outputs, attend
 from flash_cute.cpu.tiles import Options, compute_dtype
 
 if TYPE_CHECKING:
-    from flash_cute.ops.typed import FwdKvcacheCall
+    from flash_cute.ops.typed import AttendQuantizedKvcacheCall, FwdKvcacheCall
+
+    AnyCall = FwdKvcacheCall | AttendQuantizedKvcacheCall
 
 
 class Rotary(NamedTuple):
@@ -68,7 +70,7 @@ class CachedSequence(NamedTuple):
         return gathered[None]
 
 
-def _cached_sequences(call: FwdKvcacheCall, batch: int) -> Iterator[CachedSequence]:
+def cached_sequences(call: AnyCall, batch: int) -> Iterator[CachedSequence]:
     """Each sequence; without a table it has one page."""
     if call.block_table is not None:
         pages = call.block_table.long()
@@ -97,13 +99,9 @@ def fwd_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
     if call.rotary_cos is not None and call.rotary_sin is not None:
         rotary = Rotary(call.rotary_cos, call.rotary_sin, call.rotary_interleaved)
     step = int(max(options.window) >= 0)  # without a window all queries have the first's position
-    packed, offsets, longest_q = q, call.cu_seqlens_q, call.max_seqlen_q
-    if offsets is None:
-        packed, longest_q = q.flatten(0, 1), q.shape[1]
-        offsets = torch.arange(len(q) + 1, device="cpu") * longest_q
-    statistic = (heads := q.shape[-2], len(packed))
-    outputs = Outputs.of_no_keys(packed, call.v_cache, statistic, (), False, False)
-    sequences = list(_cached_sequences(call, len(offsets) - 1))
+    packed, offsets, longest_q = packed_queries(call)
+    outputs = Outputs.of_no_keys(packed, call.v_cache, (q.shape[-2], len(packed)), (), False, False)
+    sequences = list(cached_sequences(call, len(offsets) - 1))
     appended = _new_rows(call, len(sequences))
     rows_of_each = varlen.spans(offsets, None, longest_q, len(packed))
     for index, (rows, sequence) in enumerate(zip(rows_of_each, sequences, strict=True)):
@@ -121,11 +119,24 @@ def fwd_kvcache(call: FwdKvcacheCall) -> tuple[Tensor, Tensor]:
         keys, values = sequence.read(call.k_cache, last), sequence.read(call.v_cache, last)
         part = outputs.of_sequence(index, rows, keys.shape[1])
         attend(queries[None], keys, values, options, part, index)
-    out, lse = outputs.out, outputs.softmax_lse
+    return results_of(call, outputs)
+
+
+def packed_queries(call: AnyCall) -> tuple[Tensor, Tensor, int]:
+    """q as (total_q, heads, dim), the offsets of its sequences, and the longest one's length."""
+    q = call.q
+    if call.cu_seqlens_q is not None:
+        return q, call.cu_seqlens_q, call.max_seqlen_q
+    return q.flatten(0, 1), torch.arange(len(q) + 1, device="cpu") * q.shape[1], q.shape[1]
+
+
+def results_of(call: AnyCall, outputs: Outputs) -> tuple[Tensor, Tensor]:
+    """out and softmax_lse of a call, of those of packed queries."""
+    q, out, lse = call.q, outputs.out, outputs.softmax_lse
     if call.cu_seqlens_q is None:
         with internals.below_versions():  # the tensors are new, and have no views
             out = out.view(*q.shape[:-1], out.shape[-1])
-            lse = lse.view(heads, *q.shape[:2]).transpose(0, 1).contiguous()
+            lse = lse.view(q.shape[2], *q.shape[:2]).transpose(0, 1).contiguous()
     return out, lse
 
 

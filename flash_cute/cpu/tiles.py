@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -65,6 +65,16 @@ def product(a: Tensor, b: Tensor, hidden: Tensor | None) -> Tensor:
         row = b[:, col, None].masked_fill(~not_finite[:, col, None], 0)
         total += (a[:, :, col, None] * row).masked_fill_(hidden[..., col, None], 0)
     return total
+
+
+class Blocks(Protocol):
+    """Keys or values (n, keys, dim) in the compute dtype: a tensor, or what makes a block of one
+    when it is asked for."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    def __getitem__(self, rows: tuple[slice, slice], /) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -182,7 +192,7 @@ class Tiles:
 
     def scores(self, rows: slice, keys: slice) -> tuple[Tensor, Tensor | None]:
         """Scores after scale, softcap and ALiBi; and the tanh of softcap, None without it."""
-        q, k = select(self.q, rows), self.k[:, keys]
+        q, k = select(self.q, rows), self.block_of_keys(keys)
         scores = q.new_empty((*q.shape[:2], k.shape[1]))
         scores.baddbmm_(q, k.transpose(1, 2), beta=0, alpha=self.options.scale)
         tanh = None
@@ -193,6 +203,10 @@ class Tiles:
             distance = self.distance(rows, keys).to(scores.dtype)
             scores.addcmul_(self.slopes(rows), distance, value=-1)
         return scores, tanh
+
+    def block_of_keys(self, keys: slice) -> Tensor:
+        """The keys (n, keys, dim)."""
+        return self.k[:, keys]
 
     def slopes(self, rows: slice) -> Tensor:
         """ALiBi's slopes of the rows of a tile: (n, group * rows, 1)."""

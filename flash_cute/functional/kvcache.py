@@ -137,12 +137,14 @@ def flash_attn_with_kvcache(
     the nearest even number, at most 448 in fp8 and 127 in int8; NaN stays NaN in fp8, and is 0 in
     int8. With a descale for each token and head, k_descale and v_descale are written in place, too:
     the largest magnitude of the new row / 448, or 127, and 1 if that is 0, so that a row with inf
-    or NaN comes out as NaN. No kernel reads 8 bits yet: each call copies both caches to q's dtype,
-    whole (without ``cache_batch_idx`` the rows of its sequences), or if they are fewer as many
-    pages as ``block_table``, or rows as ``cache_batch_idx``, has entries; CUDA calls say so once.
-    The copy holds every 8-bit number. What is rounded to q's dtype besides: descales of tokens
-    times their rows; a k_descale of fewer elements times q, nothing if it is a number, which
-    multiplies softmax_scale; out once more where such a v_descale, or a number, multiplies it.
+    or NaN comes out as NaN. Numbers are multiplied by their descales in fp32, but for those that
+    are no tensors: k_descale multiplies softmax_scale, and v_descale out once more.
+
+    Calls on CUDA, and those with ``sparse``, copy both caches to q's dtype, whole (without
+    ``cache_batch_idx`` the rows of their sequences), or if they are fewer as many pages as
+    ``block_table``, or rows as ``cache_batch_idx``, has entries; CUDA calls say so once, and why.
+    The copy holds every 8-bit number. What is rounded to q's dtype then: descales of tokens times
+    their rows, a k_descale of fewer elements times q, and out once more for such a v_descale.
 
     Nothing is read back by the host, so that CUDA graphs may replay the call with other contents of
     the index tensors. There is no backward.

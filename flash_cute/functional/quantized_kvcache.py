@@ -1,10 +1,13 @@
-"""Attention over caches of 8 bits: new keys are quantised, and what is read is widened.
+"""Attention over caches of 8 bits: new keys are quantised, then an op reads the 8 bits.
 
-There are no kernels over 8-bit caches yet. New rows are rotated, divided by their descale, rounded
-and written; then the caches, or the pages in use if these are fewer, are copied to q's dtype, which
-holds every number of both 8-bit dtypes, and the kernels of that dtype attend over the copy. A
-number as descale of K multiplies softmax_scale, other descales of a head multiply q, or out for V;
-those of a token multiply its row of the copy. Nothing here waits for the device.
+New rows are rotated, divided by their descale, rounded and written. The op
+``attend_quantized_kvcache`` attends, which takes descales that are tensors. Numbers multiply
+softmax_scale, and out for V.
+
+Where the op does not serve a call, for a reason that :func:`copied_because` tells, the caches, or
+the pages in use if these are fewer, are copied to q's dtype, which holds every number of both 8-bit
+dtypes, and attention of that dtype is over the copy. Descales of heads then multiply q, or out for
+V; those of a token multiply its row of the copy. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from flash_cute import ops
 from flash_cute.call.fp8 import Descale, of_rows
 from flash_cute.call.sizes import batch_of
 from flash_cute.call.validate import kvcache as validate_kvcache
@@ -24,7 +28,7 @@ from flash_cute.functional import sparse_kvcache
 from flash_cute.functional.cache_rows import Rows, capacity, keys_before
 from flash_cute.functional.run import run_kvcache
 from flash_cute.kernels import plan_log
-from flash_cute.ops.typed import FwdKvcacheCall
+from flash_cute.ops.typed import AttendKvcacheCall, AttendQuantizedKvcacheCall, FwdKvcacheCall
 from flash_cute.sparse.value import Sparse
 
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
@@ -42,12 +46,56 @@ def attend(
         )
     if sparse is not None:
         sparse_kvcache.check(call, sparse)
+    why = copied_because(call, sparse)
     if call.q.is_cuda and not torch.compiler.is_compiling():
         if call.q.shape[-1] % 8 == 0 and call.rotary_cos is None:
             validate_kvcache.vectors(call.q)  # before anything is written
-        _say(call.k_cache.dtype, call.q.dtype)
+        if why:
+            _say(call.k_cache.dtype, call.q.dtype, why)
     k_descale, v_descale = (_expanded_to_batch(x, batch_of(call)) for x in (k_descale, v_descale))
-    call = _scaled(_widened(_appended(call, k_descale, v_descale), k_descale, v_descale), k_descale)
+    call = _appended(call, k_descale, v_descale)
+    if not why:
+        return _attend_in_8_bits(call, k_descale, v_descale)
+    return _attend_over_copies(call, k_descale, v_descale, sparse)
+
+
+def copied_because(call: FwdKvcacheCall, sparse: Sparse | None) -> str:
+    """Why the caches of a valid call are copied to q's dtype; empty if the op reads them."""
+    if sparse is not None:
+        return "where sparse= names the keys"
+    return "on CUDA" if call.q.is_cuda else ""
+
+
+def _attend_in_8_bits(
+    call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale
+) -> tuple[Tensor, Tensor]:
+    """out and softmax_lse by the op, of a call that nothing joins any more."""
+    if plan_log.is_on():
+        plan_log.cache(call)
+    scaled = call if isinstance(k_descale, Tensor) else _scaled(call, k_descale)
+    heads = (batch_of(call), call.k_cache.shape[2])
+    of_op = AttendQuantizedKvcacheCall(
+        call.q, call.k_cache, call.v_cache, _of_op(k_descale, heads), _of_op(v_descale, heads)
+    )
+    given = {name: getattr(scaled, name) for name in AttendKvcacheCall._fields[3:]}
+    out, softmax_lse = ops.attend_quantized_kvcache(*of_op._replace(**given))
+    if v_descale is not None and not isinstance(v_descale, Tensor):
+        out.mul_(v_descale)
+    return out, softmax_lse
+
+
+def _of_op(descale: Descale, heads: tuple[int, int]) -> Tensor | None:
+    """A descale as the op takes it, (batch, heads_k) or of each token; None for a number."""
+    if not isinstance(descale, Tensor):
+        return None
+    return descale if descale.dim() >= 2 else descale.reshape(1, 1).expand(heads)
+
+
+def _attend_over_copies(
+    call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale, sparse: Sparse | None
+) -> tuple[Tensor, Tensor]:
+    """out and softmax_lse over copies in q's dtype, of a call that nothing joins any more."""
+    call = _scaled(_widened(call, k_descale, v_descale), k_descale)
     if sparse is not None:
         out, softmax_lse = sparse_kvcache.attend(call, sparse)
     else:
@@ -79,9 +127,9 @@ def token_descales(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-def _say(stored: torch.dtype, wide: torch.dtype) -> None:
+def _say(stored: torch.dtype, wide: torch.dtype, why: str) -> None:
     warnings.warn(
-        f"flash_cute: no kernel reads a cache of {stored} yet; each call copies the rows that it "
+        f"flash_cute: no kernel reads a cache of {stored} {why}; each call copies the rows that it "
         f"may read to {wide}, which costs time and memory. This is said once",
         stacklevel=4,
     )

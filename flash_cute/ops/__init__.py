@@ -2,9 +2,9 @@
 
 Schemas and CUDA implementations are C++ (``csrc/library.cpp``). ``fwd``, ``bwd``, ``varlen_fwd``
 and ``varlen_bwd`` are functional; each has an ``out`` overload that writes into tensors that the
-caller gives. ``fwd_kvcache`` writes into the caches it is given, ``attend_kvcache``, which has
-no keys to append, ``fp8_fwd`` and ``fp8_varlen_fwd``, whose inputs are e4m3, and ``combine`` into
-nothing; none of these has a gradient. Everything is
+caller gives. ``fwd_kvcache`` writes into the caches it is given, ``attend_kvcache`` and
+``attend_quantized_kvcache``, which have no keys to append, ``fp8_fwd`` and ``fp8_varlen_fwd``,
+whose inputs are e4m3, and ``combine`` into nothing; none of these has a gradient. Everything is
 registered here, before the first call, so that ``torch.compile``, ``torch.export`` and ``opcheck``
 see complete ops.
 """
@@ -40,6 +40,7 @@ from flash_cute.ops.schema import (
     OP_OF,
     OUT_OF,
     attend_kvcache,
+    attend_quantized_kvcache,
     bwd,
     combine,
     fp8_fwd,
@@ -56,6 +57,7 @@ __all__ = [
     "OUT_OF",
     "allow_tf32",
     "attend_kvcache",
+    "attend_quantized_kvcache",
     "backward_call",
     "bwd",
     "call",

@@ -82,6 +82,7 @@ def register(library: torch.library.Library) -> None:
         (schema.attend_kvcache, ""),
         (schema.fp8_fwd, ""),
         (schema.fp8_varlen_fwd, ""),
+        (schema.attend_quantized_kvcache, ""),
         (schema.combine, ""),
     ):
         library.impl(op, _reject_gradients(op, _INFERENCE, writes_with), "Autograd")

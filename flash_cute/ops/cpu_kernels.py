@@ -11,11 +11,12 @@ from flash_cute import _torch_internals as internals
 from flash_cute import cpu
 from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.call.validate import ops as validate_ops
+from flash_cute.call.validate import quantized_kvcache
 from flash_cute.call.validate.options import OF_OPS
 from flash_cute.cpu import sparse
 from flash_cute.cpu.forward import fwd_without_lse
-from flash_cute.ops.schema import CALLS, OPS, Results
-from flash_cute.ops.typed import AttendKvcacheCall, FwdKvcacheCall
+from flash_cute.ops.schema import CALLS, OPS, Results, over_cache
+from flash_cute.ops.typed import AttendKvcacheCall, AttendQuantizedKvcacheCall, FwdKvcacheCall
 
 
 def register(library: torch.library.Library) -> None:
@@ -34,6 +35,8 @@ def register(library: torch.library.Library) -> None:
         library.impl(f"{name}.out", _into(op, compute, out_alone), "CPU")
     library.impl("fwd_kvcache", _fwd_kvcache, "CPU")
     library.impl("attend_kvcache", _attend_kvcache, "CPU")
+    library.impl("attend_quantized_kvcache", _attend_quantized_kvcache, "CPU")
+    library.impl("attend_quantized_kvcache", _refuse_quantized_kvcache, "CUDA")
     library.impl("combine", _combine, "CPU")
 
 
@@ -87,7 +90,21 @@ def _fwd_kvcache(*args: Any) -> Results:
 
 
 def _attend_kvcache(*args: Any) -> Results:
-    return _kvcache(FwdKvcacheCall(**AttendKvcacheCall(*args)._asdict()))
+    return _kvcache(over_cache(AttendKvcacheCall(*args)))
+
+
+def _attend_quantized_kvcache(*args: Any) -> Results:
+    call = AttendQuantizedKvcacheCall(*args)
+    quantized_kvcache.check_op(over_cache(call), call.k_descale, call.v_descale)
+    with torch.autocast("cpu", enabled=False):
+        return cpu.attend_quantized_kvcache(call)
+
+
+def _refuse_quantized_kvcache(*args: Any) -> Results:
+    raise NotImplementedError(
+        f"k_cache has {args[1].dtype} and is on CUDA, where no kernel reads 8 bits yet: call "
+        "flash_cute.flash_attn_with_kvcache, which copies such caches to 16 bits"
+    )
 
 
 def _kvcache(call: FwdKvcacheCall) -> Results:

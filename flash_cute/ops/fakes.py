@@ -13,10 +13,16 @@ from flash_cute import _torch_internals as internals
 from flash_cute.call.sizes import batch_of, longest_keys, longest_queries
 from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.call.validate import ops as validate_ops
+from flash_cute.call.validate import quantized_kvcache
 from flash_cute.call.validate.options import OF_OPS
 from flash_cute.ops import schema
 from flash_cute.ops.schema import CALLS, OUT_OF, Results, bwd, fwd, varlen_bwd, varlen_fwd
-from flash_cute.ops.typed import AttendKvcacheCall, CombineCall, FwdKvcacheCall
+from flash_cute.ops.typed import (
+    AttendKvcacheCall,
+    AttendQuantizedKvcacheCall,
+    CombineCall,
+    FwdKvcacheCall,
+)
 
 
 def register(library: torch.library.Library) -> None:
@@ -27,6 +33,7 @@ def register(library: torch.library.Library) -> None:
         "varlen_bwd": partial(_bwd, varlen_bwd),
         "fwd_kvcache": _fwd_kvcache,
         "attend_kvcache": _attend_kvcache,
+        "attend_quantized_kvcache": _attend_quantized_kvcache,
         "combine": _combine,
         "lab_forward": _refuse_lost_views_of_out,
     }
@@ -100,6 +107,10 @@ def _bwd(op: Any, *args: Any, **named: Any) -> Results:
 
 def _kvcache(call: FwdKvcacheCall) -> Results:
     check(lambda given: validate_kvcache.check(given, OF_OPS), call)
+    return _over_cache(call)
+
+
+def _over_cache(call: Any) -> Results:
     q, v_cache = call.q, call.v_cache
     batch, (rows, heads) = q.shape[:-3], q.shape[-3:-1]
     return (
@@ -109,7 +120,18 @@ def _kvcache(call: FwdKvcacheCall) -> Results:
 
 
 def _attend_kvcache(*args: Any, **named: Any) -> Results:
-    return _kvcache(FwdKvcacheCall(**AttendKvcacheCall(*args, **named)._asdict()))
+    return _kvcache(schema.over_cache(AttendKvcacheCall(*args, **named)))
+
+
+def _attend_quantized_kvcache(*args: Any, **named: Any) -> Results:
+    call = AttendQuantizedKvcacheCall(*args, **named)
+    check(
+        lambda given: quantized_kvcache.check_op(
+            schema.over_cache(given), given.k_descale, given.v_descale
+        ),
+        call,
+    )
+    return _over_cache(call)
 
 
 def _fwd_kvcache(*args: Any, **named: Any) -> Results:

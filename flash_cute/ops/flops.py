@@ -14,9 +14,10 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute.call.sizes import batch_of, cache_capacity
 from flash_cute.cpu.varlen import spans
-from flash_cute.ops.schema import CALLS, OPS
+from flash_cute.ops.schema import CALLS, OPS, over_cache
 from flash_cute.ops.typed import (
     AttendKvcacheCall,
+    AttendQuantizedKvcacheCall,
     BwdCall,
     FwdCall,
     FwdKvcacheCall,
@@ -43,6 +44,7 @@ def _register_formulas() -> None:
         (OPS.attend_kvcache, _cached_pairs),
         (OPS.fp8_fwd, _dense_pairs),
         (OPS.fp8_varlen_fwd, _varlen_pairs),
+        (OPS.attend_quantized_kvcache, _cached_pairs),
         (OPS.bwd, _dense_pairs),
         (OPS.varlen_bwd, _varlen_pairs),
     ):
@@ -95,8 +97,8 @@ def _varlen_pairs(call: VarlenFwdCall | VarlenBwdCall) -> int:
     return sum(n * m for n, m in zip(queries, keys, strict=True))
 
 
-def _cached_pairs(cached: FwdKvcacheCall | AttendKvcacheCall) -> int:
-    call = FwdKvcacheCall(**cached._asdict())
+def _cached_pairs(cached: FwdKvcacheCall | AttendKvcacheCall | AttendQuantizedKvcacheCall) -> int:
+    call = over_cache(cached)
     q, capacity = call.q, cache_capacity(call.k_cache, call.block_table)
     if call.cu_seqlens_q is None:
         queries = [q.shape[1]] * q.shape[0]

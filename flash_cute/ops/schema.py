@@ -22,6 +22,7 @@ fwd_kvcache = OPS.fwd_kvcache.default
 attend_kvcache = OPS.attend_kvcache.default
 fp8_fwd = OPS.fp8_fwd.default
 fp8_varlen_fwd = OPS.fp8_varlen_fwd.default
+attend_quantized_kvcache = OPS.attend_quantized_kvcache.default
 combine = OPS.combine.default
 # The out overload of each op.
 OUT_OF = {
@@ -41,10 +42,17 @@ CALLS: dict[Any, Any] = {
     attend_kvcache: typed.AttendKvcacheCall,
     fp8_fwd: typed.Fp8FwdCall,
     fp8_varlen_fwd: typed.Fp8VarlenFwdCall,
+    attend_quantized_kvcache: typed.AttendQuantizedKvcacheCall,
     combine: typed.CombineCall,
 }
 CALLS |= {OUT_OF[op]: CALLS[op] for op in OUT_OF}
 OP_OF = {CALLS[op]: op for op in OUT_OF}  # by the class of the call
+
+
+def over_cache(call: Any) -> typed.FwdKvcacheCall:
+    """A call of any op over a cache as one of ``fwd_kvcache``, without its descales."""
+    fields = typed.FwdKvcacheCall._fields
+    return typed.FwdKvcacheCall(**{n: x for n, x in call._asdict().items() if n in fields})
 
 
 def written_arguments(op: Any) -> list[str]:

@@ -176,6 +176,29 @@ class AttendKvcacheCall(NamedTuple):
     split_size: int = 0
 
 
+class AttendQuantizedKvcacheCall(NamedTuple):
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    k_descale: Tensor | None = None
+    v_descale: Tensor | None = None
+    cache_seqlens: Tensor | None = None
+    cache_batch_idx: Tensor | None = None
+    cache_leftpad: Tensor | None = None
+    block_table: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    max_seqlen_q: int = 0
+    softmax_scale: float | None = None
+    is_causal: bool = False
+    window_size_left: int = -1
+    window_size_right: int = -1
+    softcap: float = 0.0
+    alibi_slopes: Tensor | None = None
+    sink: Tensor | None = None
+    num_splits: int = 0
+    split_size: int = 0
+
+
 class Fp8FwdCall(NamedTuple):
     q: Tensor
     k: Tensor
@@ -530,6 +553,32 @@ class AttendKvcache(Protocol):
     ) -> tuple[Tensor, Tensor]: ...
 
 
+class AttendQuantizedKvcache(Protocol):
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
+        cache_seqlens: Tensor | None = None,
+        cache_batch_idx: Tensor | None = None,
+        cache_leftpad: Tensor | None = None,
+        block_table: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        max_seqlen_q: int = 0,
+        softmax_scale: float | None = None,
+        is_causal: bool = False,
+        window_size_left: int = -1,
+        window_size_right: int = -1,
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sink: Tensor | None = None,
+        num_splits: int = 0,
+        split_size: int = 0,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
 class Fp8Fwd(Protocol):
     def __call__(
         self,
@@ -601,6 +650,7 @@ class Ops(Protocol):
     varlen_bwd: VarlenBwd
     fwd_kvcache: FwdKvcache
     attend_kvcache: AttendKvcache
+    attend_quantized_kvcache: AttendQuantizedKvcache
     fp8_fwd: Fp8Fwd
     fp8_varlen_fwd: Fp8VarlenFwd
     quantize_e4m3: QuantizeE4M3

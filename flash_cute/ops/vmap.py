@@ -10,9 +10,9 @@ which are independent in attention:
 
 Other calls are made one by one: sparse calls; those with dropout, whose mask depends on the index
 in the batch and in the heads; those whose samples differ in offsets or lengths of packed sequences;
-packed ones of e4m3, and of e4m3 those whose samples differ in the sink; and over a cache those with
-packed queries, or whose samples differ in the sink or in only one of the caches. Ops that write
-into their arguments raise an error that names them.
+packed ones of e4m3, and of e4m3 those whose samples differ in the sink; those over caches of 8
+bits; and over others those with packed queries, or whose samples differ in the sink or in only one
+of the caches. Ops that write into their arguments raise an error that names them.
 
 The rules of ops that are no attention stand with them: ``tile_lists.py``, ``pooled_softmax.py``.
 """
@@ -239,4 +239,5 @@ def register(library: torch.library.Library) -> None:
     _register(library, "attend_kvcache", _attend_kvcache)
     for name in ("fp8_fwd", "fp8_varlen_fwd"):
         _register(library, name, _fp8)
+    _register(library, "attend_quantized_kvcache", _one_by_one)
     _register(library, "combine", _combine)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -86,7 +87,8 @@ def test_registration(vllm):
     assert backend.supports_batch_invariance() is False  # not shown for every kernel
     assert backend.supports_head_size(64) and not backend.supports_head_size(512)
     assert backend.supports_kv_cache_dtype("auto")
-    assert not backend.supports_kv_cache_dtype("fp8_e4m3")
+    assert backend.supports_kv_cache_dtype("fp8") and backend.supports_kv_cache_dtype("fp8_e4m3")
+    assert not backend.supports_kv_cache_dtype("fp8_e5m2")
     assert vllm.Implementation.lse_base_on_e and not vllm.Implementation.supports_dcp
 
 
@@ -190,6 +192,46 @@ def test_new_keys_are_written(vllm):
     assert torch.equal(cache, before)
 
 
+@pytest.mark.filterwarnings("ignore:flash_cute. no kernel reads a cache")
+@pytest.mark.parametrize("name", ["fp8", "fp8_e4m3"])
+@pytest.mark.parametrize("causal", [True, [1, 0]], ids=["causal", "mixed"])
+def test_caches_of_fp8(device, vllm, name, causal):
+    """vLLM's bytes, and the scales of its layer: attention over the numbers that they stand for."""
+    query, wide, metadata = batch(vllm, device)
+    layer = SimpleNamespace(
+        _k_scale=torch.full((), 0.02, device=device), _v_scale=torch.full((), 0.3, device=device)
+    )
+    scales = torch.cat([x.expand(DIM) for x in (layer._k_scale, layer._v_scale)])
+    stored = (wide.float() / scales).to(torch.float8_e4m3fn)
+    numbers = (stored.float() * scales).bfloat16()
+    if causal is not True:
+        given = torch.tensor(causal, dtype=torch.int32, device=device)
+        metadata = dataclasses.replace(metadata, causal=given)
+    output = torch.empty_like(query)
+    make(vllm, kv_cache_dtype=name).forward(
+        layer, query, None, None, stored.view(torch.uint8), metadata, output
+    )
+    for b, rows in enumerate((slice(0, 3), slice(3, 4))):
+        is_causal = causal is True or bool(causal[b])
+        expected = expected_of(b, rows, query, numbers, metadata, is_causal)
+        torch.testing.assert_close(output[rows], expected, rtol=2e-2, atol=2e-2)
+
+
+def test_new_keys_are_written_as_fp8(vllm):
+    cache = torch.zeros(6, HEADS_K, PAGE, 2 * DIM, dtype=torch.uint8)
+    key, value = torch.randn(2, 5, HEADS_K, DIM).bfloat16()
+    layer = SimpleNamespace(_k_scale=torch.full((), 0.02), _v_scale=torch.full((), 0.001))
+    slots = torch.tensor([26, 3, -1, 64])
+    make(vllm, kv_cache_dtype="fp8").do_kv_cache_update(layer, key, value, cache, slots)
+    for i, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            row = cache[slot // PAGE, :, slot % PAGE].view(torch.float8_e4m3fn).float()
+            for got, x, scale in ((row[:, :DIM], key[i], 0.02), (row[:, DIM:], value[i], 0.001)):
+                expected = (x.float() / torch.tensor(scale)).clamp(-448, 448)
+                assert torch.equal(got, expected.to(torch.float8_e4m3fn).float())
+    assert int((cache != 0).any(-1).any(1).sum()) == 3
+
+
 @pytest.mark.parametrize("window", [None, 2])
 def test_encoder(device, vllm, window):
     query, _, metadata = batch(vllm, device)
@@ -224,8 +266,8 @@ def test_refusals(vllm):
     assert (layer.forward(None, query, None, None, cache, None, output) == 0).all()
     with pytest.raises(NotImplementedError, match="output_scale"):
         layer.forward(None, query, None, None, cache, metadata, output, torch.ones(1))
-    with pytest.raises(NotImplementedError, match="fp8"):
-        make(vllm, kv_cache_dtype="fp8_e4m3")
+    with pytest.raises(NotImplementedError, match="fp8_e5m2"):
+        make(vllm, kv_cache_dtype="fp8_e5m2")
     layer.dcp_world_size = 2
     with pytest.raises(NotImplementedError, match="context parallelism"):
         layer.forward(None, query, None, None, cache, metadata, output)

@@ -112,6 +112,9 @@ ATTEND_KVCACHE = (
 INFERENCE = {
     "fwd_kvcache": KVCACHE,
     "attend_kvcache": ATTEND_KVCACHE,
+    "attend_quantized_kvcache": ATTEND_KVCACHE.replace(
+        "v_cache, ", "v_cache, Tensor? k_descale=None, Tensor? v_descale=None, "
+    ),
     "combine": "Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None",
 }
 

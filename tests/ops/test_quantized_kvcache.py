@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from eight_bits import DTYPES, E4M3, bits, codes_of, values_of
-from quantized_caches import BF16, FP32, KINDS, case_on, good
+from quantized_caches import BF16, FP32, KINDS, case_on, descale_of, good
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_cute
 
@@ -50,6 +52,53 @@ def test_numbers_as_descales_round_out_alone(device, dtype):
         q, *(x.to(BF16) for x in caches), softmax_scale=0.03 * 64**-0.5, return_softmax_lse=True
     )
     assert torch.equal(out, (expected.float() * 0.3).to(BF16)) and torch.equal(lse, expected_lse)
+
+
+class Ops(TorchDispatchMode):
+    """The operators that a call runs, and the most bytes of a tensor that one of them makes, but
+    for those in the memory of ``caches``."""
+
+    def __init__(self, caches: Tensor) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+        self.memory = caches.untyped_storage().data_ptr()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = func(*args, **(kwargs or {}))
+        self.names.add(func.name())
+        for x in results if isinstance(results, tuple) else (results,):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() != self.memory:
+                self.largest = max(self.largest, x.numel() * x.element_size())
+        return results
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["number", "one", "heads", "batch", "tokens"])
+def test_an_op_reads_the_8_bits(dtype, kind):
+    """Nothing is as large as the cache but the cache, whatever the descale."""
+    caches = torch.zeros(2, 3, 4096, 2, 64, dtype=torch.int8).view(dtype)
+    k, v = torch.randn(2, 3, 1, 2, 64).to(BF16)
+    descales = [descale_of(kind, dtype, (3, 4096, 2), 3) for _ in range(2)]
+    with Ops(caches) as seen:
+        flash_cute.flash_attn_with_kvcache(
+            torch.randn(3, 1, 4, 64).to(BF16), *caches, k, v, cache_seqlens=4000,
+            k_descale=descales[0], v_descale=descales[1],
+        )  # fmt: skip
+    assert "flash_cute::attend_quantized_kvcache" in seen.names
+    assert 0 < seen.largest < caches[0].nbytes / 8
+
+
+@pytest.mark.parametrize("kind", ["heads", "tokens"])
+def test_tensors_of_descales_round_nothing_but_out(kind):
+    """Scores of bf16 queries are as good as those of fp32: on the CPU q is not rounded again."""
+    q = torch.randn(2, 3, 4, 64).to(BF16)
+    caches = (30 * torch.randn(2, 2, 50, 2, 64)).to(E4M3)
+    k_descale = descale_of(kind, E4M3, (2, 50, 2), 2)
+    run = partial(flash_cute.flash_attn_with_kvcache, k_descale=k_descale, return_softmax_lse=True)
+    out, lse = run(q, *caches)
+    wide, wide_lse = run(q.float(), *caches)
+    assert torch.equal(out, wide.to(BF16)) and torch.equal(lse, wide_lse)
 
 
 def append(dtype: torch.dtype, device: str, k: Tensor, v: Tensor, k_descale: Any, v_descale: Any):

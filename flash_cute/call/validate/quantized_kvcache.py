@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from flash_cute.call import validate
+from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.call.validate import ops as validate_ops
+from flash_cute.call.validate.options import OF_OPS
 
 if TYPE_CHECKING:
     from flash_cute.ops.typed import FwdKvcacheCall
@@ -68,4 +71,36 @@ def check_descales(call: FwdKvcacheCall, batch: int, k_descale: Any, v_descale: 
     ):
         raise ValueError(
             "k_descale and v_descale share memory; appending k and v writes both: give two tensors"
+        )
+
+
+def check_op(call: FwdKvcacheCall, k_descale: Any, v_descale: Any) -> None:
+    """Checks a direct call of ``attend_quantized_kvcache`` on the CPU."""
+    for name, x in (("k_cache", call.k_cache), ("v_cache", call.v_cache)):
+        validate.tensor(name, x)
+    if call.k_cache.dtype != call.v_cache.dtype or call.k_cache.dtype not in DTYPES:
+        raise TypeError(
+            f"k_cache has {call.k_cache.dtype}, v_cache {call.v_cache.dtype}; supported: both of "
+            f"one of {validate.listed(DTYPES)}; caches of q's dtype go to attend_kvcache"
+        )
+    batch = validate_kvcache.check(call, OF_OPS, is_quantized=True)
+    shapes = ((batch, call.k_cache.shape[2]), tuple(call.k_cache.shape[:-1]))
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if x is not None:
+            _check_descale_of_op(name, x, call.q, shapes)
+
+
+def _check_descale_of_op(
+    name: str, x: Tensor, q: Tensor, shapes: tuple[tuple[int, ...], tuple[int, ...]]
+) -> None:
+    """``shapes``: of a descale for each sequence and head, and for each token and head."""
+    validate.tensor(name, x)
+    if x.dtype != torch.float32:
+        raise TypeError(f"{name} has dtype {x.dtype}; expected torch.float32: call float()")
+    if x.device != q.device:
+        raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")
+    if not any(x.dim() == len(shape) and tuple(x.shape) == shape for shape in shapes):
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; expected (batch, heads_k), {shapes[0]}, or the "
+            f"caches' without the last dimension, {shapes[1]}"
         )

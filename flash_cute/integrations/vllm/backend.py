@@ -7,6 +7,7 @@ strides.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,13 +22,16 @@ from vllm.v1.attention.backend import (
 )
 
 import flash_cute
+from flash_cute.functional.quantized_kvcache import quantized
 from flash_cute.integrations.vllm import NAME
 from flash_cute.kernels import support
 
+FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of e4m3
+
 
 class Backend(AttentionBackend):
-    """The backend and its features. Not supported: multimodal prefixes, R-SWA, MLA, sparse
-    attention, quantized caches, decode and prefill context parallelism."""
+    """The backend and its features. Caches are of 16 bits or e4m3. Not supported: multimodal
+    prefixes, R-SWA, MLA, sparse attention, decode and prefill context parallelism."""
 
     forward_includes_kv_cache_update = False
 
@@ -53,7 +57,7 @@ class Backend(AttentionBackend):
 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
-        return kv_cache_dtype in (None, "auto", "float16", "bfloat16")
+        return kv_cache_dtype in (None, "auto", "float16", "bfloat16", *FP8)
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
@@ -149,11 +153,12 @@ class Implementation(AttentionImpl[Metadata]):
     ) -> None:
         if not Backend.supports_kv_cache_dtype(kv_cache_dtype):
             raise NotImplementedError(
-                f"kv_cache_dtype is {kv_cache_dtype}; flash_cute has caches of fp16 and bf16"
+                f"kv_cache_dtype is {kv_cache_dtype}; flash_cute has caches of fp16, bf16 and e4m3"
             )
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.attn_type, self.sinks = kv_cache_dtype, attn_type, sinks
+        self.is_fp8 = kv_cache_dtype in FP8
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.softcap = logits_soft_cap or 0.0
         self.window_side = -1 if sliding_window is None else sliding_window - 1
@@ -194,11 +199,12 @@ class Implementation(AttentionImpl[Metadata]):
         causal = attn_metadata.causal
         if isinstance(causal, Tensor):  # one call for each kind: a request without keys gives 0
             lengths, is_causal = attn_metadata.seq_lens, causal != 0
-            with_mask = self._over_pages(q, kv_cache, attn_metadata, lengths * is_causal, True)
-            without = self._over_pages(q, kv_cache, attn_metadata, lengths * ~is_causal, False)
+            over = partial(self._over_pages, layer, q, kv_cache, attn_metadata)
+            with_mask, without = over(lengths * is_causal, True), over(lengths * ~is_causal, False)
             torch.add(with_mask, without, out=out)
         else:
-            out.copy_(self._over_pages(q, kv_cache, attn_metadata, attn_metadata.seq_lens, causal))
+            lengths = attn_metadata.seq_lens
+            out.copy_(self._over_pages(layer, q, kv_cache, attn_metadata, lengths, causal))
         return output
 
     def do_kv_cache_update(
@@ -208,8 +214,8 @@ class Implementation(AttentionImpl[Metadata]):
         negative ones are padding."""
         if self._is_encoder():
             return
-        caches = self._caches(kv_cache)
         if key.is_cuda:
+            caches = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
             from vllm import _custom_ops  # its kernels are for CUDA
 
             _custom_ops.reshape_and_cache_flash(
@@ -220,7 +226,10 @@ class Implementation(AttentionImpl[Metadata]):
         tokens = (slot_mapping >= 0).nonzero().flatten()
         slots = slot_mapping[tokens]
         size = kv_cache.shape[2]
-        for cache, x in zip(caches, (key, value), strict=True):
+        for name, cache, x in zip("kv", self._caches(kv_cache), (key, value), strict=True):
+            if self.is_fp8:
+                scale = getattr(layer, f"_{name}_scale")
+                x, cache = quantized(x, scale, cache.dtype).view(torch.int8), cache.view(torch.int8)
             cache[slots // size, slots % size] = x[tokens].to(cache.dtype)
 
     def _is_encoder(self) -> bool:
@@ -228,16 +237,26 @@ class Implementation(AttentionImpl[Metadata]):
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, ...]:
         """Views (pages, page size, heads_k, dim) of keys and of values."""
+        if self.is_fp8:  # vLLM's are bytes
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
         return kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
 
     def _over_pages(
-        self, q: Tensor, kv_cache: Tensor, metadata: Metadata, lengths: Tensor, causal: bool
+        self,
+        layer: Any,
+        q: Tensor,
+        kv_cache: Tensor,
+        metadata: Metadata,
+        lengths: Tensor,
+        causal: bool,
     ) -> Tensor:
         """Attention over pages; queries are the last of their request's ``lengths`` tokens."""
         k_cache, v_cache = self._caches(kv_cache)
         return flash_cute.flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=lengths, block_table=metadata.block_table,
             cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len,
+            k_descale=layer._k_scale if self.is_fp8 else None,
+            v_descale=layer._v_scale if self.is_fp8 else None,
             **self._score_options(q.device, causal),
         )  # fmt: skip
 
