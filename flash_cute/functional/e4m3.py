@@ -72,7 +72,8 @@ def attend(call: Any, descales: OpDescales, out_dtype: torch.dtype | None) -> An
     """(out, softmax_lse) of a valid call by the op of e4m3 inputs."""
     if plan_log.is_on():
         plan_log.fp8(call)
-    op, sequences = ops.fp8_fwd, tuple[Any, ...]()
+    op = ops.fp8_fwd
+    sequences: tuple[Any, ...] = ()
     if isinstance(call, VarlenFwdCall):
         op, sequences = ops.fp8_varlen_fwd, (*call[3:9], call.block_table)
     sink = None if call.sink is None else call.sink.float()
