@@ -16,7 +16,8 @@ namespace flash_cute {
 
 // Passes before and after a kernel, in one launch each.
 struct Passes {
-  bool zero_fill = false;  // of rows that belong to no packed sequence, if the kernel or its first pass does not fill them
+  bool zero_fill =
+      false;  // of rows that belong to no packed sequence, if the kernel or its first pass does not fill them
   bool combine_splits = false;  // decode's kernels launch theirs themselves
   bool probabilities = false, sink_gradient = false;
 };

@@ -8,7 +8,9 @@ namespace flash_cute::sm80 {
 class Sm80Family : public Family {
  public:
   constexpr explicit Sm80Family(std::span<const KernelConfig> rows, int element_bytes = 2)
-      : Family({.arch = Arch::Sm80, .element_bytes = element_bytes, .runs_on_later = true, .sums_dq = element_bytes == 2}, rows) {}
+      : Family(
+            {.arch = Arch::Sm80, .element_bytes = element_bytes, .runs_on_later = true, .sums_dq = element_bytes == 2},
+            rows) {}
 
   int smem_bytes(const KernelConfig& config) const override;
 

@@ -113,9 +113,9 @@ cudaError_t launch_backward(const BwdParams& p, cudaStream_t stream) {
   if (cudaError_t e = zeroed_counters(params.tile_counter.counter, 1, stream)) return e;
   using Gaps = GapFills<Op::Bwd>;
   const int fillers = f.dense() ? 0 : Gaps::kCtas;
-  if (cudaError_t e = launch_with_pdl<backward_preprocess<C>>(
-          {query_tiles + fillers, 32 * C.warps, 0}, stream, p, Gaps::of_outputs(p), static_cast<int>(query_tiles),
-          !uses_semaphore(p.dq_accumulate)))
+  if (cudaError_t e = launch_with_pdl<backward_preprocess<C>>({query_tiles + fillers, 32 * C.warps, 0}, stream, p,
+                                                              Gaps::of_outputs(p), static_cast<int>(query_tiles),
+                                                              !uses_semaphore(p.dq_accumulate)))
     return e;
   if (cudaError_t e = launch_with_pdl<main_kernel<C>()>({ctas, threads(C), smem_bytes(C)}, stream, params)) return e;
   if (split_tiles > 0) {

@@ -93,15 +93,15 @@ KeyOrder key_order(const KernelConfig& config, const BwdProblem& p, const QueryS
   const int64_t least_of_last = masked || packed ? least_heads_of_last_set(3, family_of(config).resident(config, gpu),
                                                                            tiles * splits.count(), longest)
                                                  : 1;
-  return {.tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
-          .sets = HeadSets::of(heads, int64_t(f.heads_k) * (packed ? 1 : f.batch), least_of_last),
-          .by_level = packed && is_causal_packed(f) && bytes_of_query(f) * f.total_q <= cached,
-          .late_first = uses_semaphore(order) && !f.lists.on() && f.dense_keys() && one_head &&
-                        tiles * splits.queries <= start_together,
-          .heads_inside = inside,
-          .down_and_up = inside && !f.lists.on() &&
-                         (packed ? !uses_semaphore(order)
-                                 : !serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
+  return {
+      .tiles_of_set = std::min(together, of_one_set * tiles * splits.count()),
+      .sets = HeadSets::of(heads, int64_t(f.heads_k) * (packed ? 1 : f.batch), least_of_last),
+      .by_level = packed && is_causal_packed(f) && bytes_of_query(f) * f.total_q <= cached,
+      .late_first = uses_semaphore(order) && !f.lists.on() && f.dense_keys() && one_head &&
+                    tiles * splits.queries <= start_together,
+      .heads_inside = inside,
+      .down_and_up = inside && !f.lists.on() &&
+                     (packed ? !uses_semaphore(order) : !serialized || (hides_late_keys(f) && in_use >= 2 * cached))};
 }
 
 BwdPlan Sm90Family::backward_plan(const KernelConfig& config, const BwdProblem& p, const Device& gpu) const {
