@@ -204,8 +204,12 @@ def below(key: str) -> AbstractContextManager[None]:
 
 
 def has_kernel(op: str, key: str) -> bool:
-    """Whether a kernel of the op is registered for a dispatch key."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op, key)
+    """Whether the op has a kernel for a dispatch key."""
+    try:
+        kernel_of(op, key)
+    except RuntimeError:
+        return False
+    return True
 
 
 def kernel_of(op: str, key: str) -> Callable[..., Any]:

@@ -92,6 +92,17 @@ def test_kernel_of():
     assert torch.ops.aten.trunc(x).item() == 1
 
 
+def test_has_kernel():
+    """Of those that are registered, in Python too, until they are taken back."""
+    assert internals.has_kernel("aten::trunc", "CPU")
+    library = torch.library.Library("flash_cute_test", "FRAGMENT")
+    library.define("nothing(Tensor x) -> Tensor")
+    assert not internals.has_kernel("flash_cute_test::nothing", "CPU")
+    library.impl("nothing", lambda x: x, "CPU")
+    assert internals.has_kernel("flash_cute_test::nothing", "CPU")
+    assert not internals.has_kernel("flash_cute_test::nothing", "CUDA")
+
+
 def test_the_order_of_sdpa_s_backends():
     """Is a list of all of them, which can be set; CUDA's own is settled by asking once."""
     internals.settle_sdp_order()
