@@ -161,6 +161,10 @@ def _attend_rows(
     lse = total.log_().add_(base)
     if tiles.options.sink is not None:
         sink = tiles.of_heads(tiles.options.sink[None], rows)
-        rounded_total.add_(sink.sub(base).exp_().mul_(WEIGHTS))
+        top = torch.maximum(base, sink)  # relative to the larger: neither overflows
+        damping = base.sub(top).mul_(0.5).exp_()  # two factors, as the square may underflow
+        rounded_total.mul_(damping).mul_(damping).add_(sink.sub(top).exp_().mul_(WEIGHTS))
+        out.mul_(damping)
         lse = torch.logaddexp(lse, sink)
+        return out.div_(rounded_total.masked_fill(rounded_total == 0, 1)).mul_(damping), lse
     return out.div_(rounded_total.masked_fill(rounded_total == 0, 1)), lse

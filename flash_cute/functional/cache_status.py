@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -16,18 +18,22 @@ def kvcache_status(
     cache_batch_idx: Tensor | None = None,
     cache_leftpad: Tensor | None = None,
     block_table: Tensor | None = None,
+    *,
+    k_descale: Tensor | float | None = None,
+    v_descale: Tensor | float | None = None,
 ) -> Tensor:
     """What :func:`flash_attn_with_kvcache` clamps in a call with these arguments, without waiting.
 
     Args:
         seqlen_new: rows of k, one number for all or int32 (batch,).
-        k_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table: those of the call,
-            which says what they may be; only their kinds are looked at here.
+        k_cache, cache_seqlens, cache_batch_idx, cache_leftpad, block_table, k_descale, v_descale:
+            those of the call, which says what they may be; only their kinds are looked at here.
 
     Returns:
         int32 (batch,), or (batch_cache,) if no argument has an entry a sequence. For each the sum
         of 1 if its length or what joins does not fit the cache, 2 if its page or row of the cache
-        does not exist, 4 if its padding exceeds its length; 0 where nothing is clamped.
+        does not exist, 4 if its padding exceeds its length, 8 if a descale of its keys or values in
+        use is not a positive finite number; 0 where nothing is wrong.
 
     Example::
 
@@ -73,4 +79,46 @@ def kvcache_status(
         status += 2 * ((pages < 0) | (pages >= num_blocks)).any(-1).int()
     if cache_leftpad is not None:
         status += 4 * ((cache_leftpad < 0) | (cache_leftpad > used)).int()
+    places = Places(k_cache, used, cache_batch_idx, cache_leftpad, block_table)
+    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if descale is not None and validate.is_descale_tensor(descale, name, k_cache):
+            status |= 8 * places.lack(descale).int()
     return status
+
+
+class Places(NamedTuple):
+    """Where the keys of each sequence lie: ``used`` (batch,) rows of its pages."""
+
+    k_cache: Tensor
+    used: Tensor
+    cache_batch_idx: Tensor | None
+    cache_leftpad: Tensor | None
+    block_table: Tensor | None
+
+    def lack(self, descale: Tensor) -> Tensor:
+        """bool (batch,): whether a descale of a sequence's keys is not positive and finite."""
+        wrong = ~((descale > 0) & (descale < torch.inf))
+        if descale.dim() < 2:
+            return wrong.any().expand(len(self.used))
+        if descale.dim() == 2:
+            return wrong.any(-1)
+        rows = torch.arange(self.k_cache.shape[1], device=wrong.device)
+        pages, of_row = self._pages(), wrong.any(-1)
+        if 0 in (*wrong.shape[:2], pages.shape[1]):
+            return torch.zeros_like(self.used, dtype=torch.bool)
+        exists = (pages >= 0) & (pages < len(of_row))
+        found = of_row[pages.clamp(0, len(of_row) - 1)] & exists[..., None]  # (batch,blocks,rows)
+        blocks = torch.arange(pages.shape[1], device=wrong.device)[:, None]
+        place = blocks * len(rows) + rows
+        seen = place < self.used[:, None, None]
+        if self.cache_leftpad is not None:
+            seen &= place >= self.cache_leftpad[:, None, None]
+        return (found & seen).flatten(1).any(-1)
+
+    def _pages(self) -> Tensor:
+        """int64 (batch, blocks)."""
+        if self.block_table is not None:
+            return self.block_table.long()
+        if self.cache_batch_idx is not None:
+            return self.cache_batch_idx.long()[:, None]
+        return torch.arange(len(self.used), device=self.used.device)[:, None]

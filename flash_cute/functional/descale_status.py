@@ -46,5 +46,6 @@ def descale_status(
         if not x.is_floating_point():
             raise TypeError(f"{name} has dtype {x.dtype}; expected torch.float32")
         x = x.float()
-        status.append((x <= 0).any().int() + 2 * x.isinf().any() + 4 * x.isnan().any())
+        found = (x <= 0).any(), x.isinf().any(), x.isnan().any()
+        status.append(sum(bit * is_so.int() for bit, is_so in zip((1, 2, 4), found, strict=True)))
     return torch.stack(status)

@@ -118,10 +118,10 @@ def flash_attn_with_kvcache(
             it must be with ``num_splits``. On CUDA a head dim that is no multiple of 8 copies the
             keys in use, and leaves those of a sequence whole, whatever both say.
         check_indices: look for indices outside of their tensors, and for rows that two sequences
-            would append to, and raise ValueError with the first one. Waits for the GPU; not inside
-            of a full graph. Without it indices are clamped on the device: what lies outside is
-            neither read nor written. ``FLASH_CUTE_CHECK=1`` asks for it everywhere
-            (:mod:`flash_cute.check`).
+            would append to, in 8 bits for descales in use that are not positive and finite, too,
+            and raise ValueError with the first one. Waits for the GPU; not inside of a full graph.
+            Without it indices are clamped on the device: what lies outside is neither read nor
+            written. ``FLASH_CUTE_CHECK=1`` asks for it everywhere (:mod:`flash_cute.check`).
         s_aux, learnable_sink, others: as in :func:`flash_attn_func`.
         sparse: which keys each query sees (:class:`flash_cute.Sparse`), made for as many keys as a
             sequence has room for; lengths, causal masks and windows hide more. Each query reads
@@ -242,6 +242,8 @@ def flash_attn_with_kvcache(
         check.over_a_cache(q, cu_seqlens_q, max_seqlen_q, k, cu_seqlens_k_new)
     if check_indices or check.wanted(q):
         check.cache(call)
+        if is_quantized:
+            quantized_kvcache.check_values(call, k_descale, v_descale)
     if refused:
         _check_vectors(call)
         raise refused.pop()

@@ -26,6 +26,7 @@ from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.cpu.kvcache import Rotary
 from flash_cute.functional import sparse_kvcache
 from flash_cute.functional.cache_rows import Rows, capacity, keys_before
+from flash_cute.functional.cache_status import Places
 from flash_cute.functional.run import run_kvcache
 from flash_cute.kernels import plan_log
 from flash_cute.ops.typed import AttendKvcacheCall, AttendQuantizedKvcacheCall, FwdKvcacheCall
@@ -109,6 +110,20 @@ def _attend_over_copies(
     return out, softmax_lse
 
 
+def check_values(call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale) -> None:
+    """ValueError for the first descale of keys in use that is not a positive finite number."""
+    places = Places(
+        call.k_cache, keys_before(call), call.cache_batch_idx, call.cache_leftpad, call.block_table
+    )
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        wrong = places.lack(x) if isinstance(x, Tensor) else places.used.new_zeros(0)
+        if bool(wrong.any()):
+            raise ValueError(
+                f"{name} of sequence {int(wrong.int().argmax())} holds a number that is not "
+                "positive and finite; expected what its keys in use are to be multiplied by"
+            )
+
+
 def quantized(x: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor:
     """x / ``descale`` in fp32, rounded to the nearest even number of ``dtype``, the largest one if
     it is beyond. NaN stays NaN in fp8, and is 0 in int8."""
@@ -142,7 +157,7 @@ def _expanded_to_batch(x: Descale, batch: int) -> Descale:
     return x
 
 
-class _Places(NamedTuple):
+class _Targets(NamedTuple):
     """Where rows go: row i of what is written is row ``source[i]`` of what is given. Rows that do
     not fit repeat one that does; if ``none`` does, they write what is there."""
 
@@ -152,7 +167,7 @@ class _Places(NamedTuple):
     none: Tensor  # bool ()
 
     @classmethod
-    def of(cls, call: FwdKvcacheCall, rows: Rows, used: Tensor) -> _Places:
+    def of(cls, call: FwdKvcacheCall, rows: Rows, used: Tensor) -> _Targets:
         pages, page_size = call.k_cache.shape[:2]
         row, page = used[rows.sequence] + rows.place, rows.sequence
         fits = rows.belongs & (row < capacity(call))
@@ -196,7 +211,7 @@ def _appended(call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale) -> F
         queries = Rows.of(q, call.cu_seqlens_q, call.max_seqlen_q)
         q = _rotated(q, rotary, queries, start, step)
     if len(rows.place):
-        places = _Places.of(call, rows, used)
+        places = _Targets.of(call, rows, used)
         for x, cache, descale in ((k, call.k_cache, k_descale), (v, call.v_cache, v_descale)):
             factor = _factor(descale, x, offsets)
             if isinstance(descale, Tensor) and descale.dim() == 3:

@@ -224,6 +224,7 @@ def test_status_of_descales(device):
         x[1, 2, 0] = value
         found = descale_status(good, x, x[:, :, 0, 0])
         assert found.tolist() == [0, expected, expected] and found.device.type == device
+        assert found.dtype == torch.int32
     x = bad.clone().to(BF16)
     x.view(-1)[:3] = torch.tensor([0.0, math.inf, math.nan])
     assert descale_status(v_descale=x).tolist() == [0, 0, 7]

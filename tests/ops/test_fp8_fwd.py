@@ -137,3 +137,17 @@ def test_products_beyond_fp16_are_right(device, name):
     assert torch.equal(out.cpu(), torch.full_like(out.cpu(), 448.0))
     expected = 448.0**2 * 128 * 2.0**-22 + math.log(4)
     torch.testing.assert_close(lse.cpu(), torch.full((1, 1, 4), expected))
+
+
+def test_a_sink_that_is_far_above_all_scores():
+    """exp(sink - max) is beyond fp32; what is left of the keys is not 0."""
+    q, k = (torch.zeros(1, n, 1, 16).to(torch.float8_e4m3fn) for n in (1, 4))
+    v = torch.ones(1, 4, 1, 16).to(torch.float8_e4m3fn)
+    sink = torch.tensor([88.0])
+    scale = torch.full((1, 1), 1e35)
+    out, lse = torch.ops.flash_cute.fp8_fwd(q, k, v, v_descale=scale, sink=sink)
+    expected = 1e35 * 4 / (4 + math.exp(88.0))
+    torch.testing.assert_close(
+        out.double(), torch.full((1, 1, 1, 16), expected).double(), rtol=2**-8, atol=0
+    )
+    torch.testing.assert_close(lse, torch.full((1, 1, 1), 88.0))

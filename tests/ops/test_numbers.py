@@ -212,6 +212,8 @@ RIGHT: dict[str, set[str]] = {
 }  # fmt: skip
 RIGHT |= {
     "flash_cute.kvcache_status.cache_seqlens": {"0", "-1", "-2"} | NONE,  # it says what is clamped
+    "flash_cute.kvcache_status.k_descale": {"1.5", "2**70"},
+    "flash_cute.kvcache_status.v_descale": {"1.5", "2**70"},
     "flash_cute.rng_state.device": {"0"},  # a GPU, where there is one
     "compat.flash_attn.bert_padding.pad_input.batch": set(),
     "kernels.only.num_splits": NONE, "kernels.only.pack_gqa": NONE,

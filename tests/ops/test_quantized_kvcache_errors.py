@@ -89,3 +89,44 @@ def test_a_copy_is_said_once(cuda):
         for _ in range(2):
             flash_cute.flash_attn_with_kvcache(**arguments)
     assert sum("no kernel reads" in str(x.message) for x in said) == 1
+
+
+def test_descales_that_are_no_factors_are_told_without_waiting():
+    """0, below 0, inf and NaN, of rows in use alone."""
+    cache = torch.zeros(4, 4, 2, 8, dtype=INT8)
+    table = torch.tensor([[0, 1], [3, 99], [2, -1]], dtype=torch.int32)
+    lengths = torch.tensor([6, 2, 3], dtype=torch.int32)
+    status = flash_cute.kvcache_status
+    for wrong in (0.0, -1.0, float("inf"), float("nan")):
+        descale = torch.ones(4, 4, 2)
+        descale[1, 2], descale[3, 3], descale[0, 3, 1] = wrong, wrong, wrong  # two are not in use
+        found = status(cache, lengths, block_table=table, v_descale=descale)
+        assert found.tolist() == [8, 0, 0]
+        pads = torch.tensor([4, 0, 0], dtype=torch.int32)
+        padded = {"cache_leftpad": pads, "block_table": table, "k_descale": descale}
+        assert status(cache, lengths, **padded).tolist() == [0, 0, 0]
+        by_index = {"cache_batch_idx": torch.tensor([1, 0, 3], dtype=torch.int32)}
+        found = status(cache, lengths.clamp_max(4), **by_index, k_descale=descale)
+        assert found.tolist() == [8, 0, 0]
+        heads = torch.ones(3, 2)
+        heads[2, 1] = wrong
+        assert status(cache, lengths.clamp_max(4), k_descale=heads).tolist() == [0, 0, 8]
+        one = torch.tensor([wrong])
+        assert status(cache, lengths, block_table=table, k_descale=one).tolist() == [8, 8, 8]
+    assert status(cache, lengths + 9, block_table=table, k_descale=one).tolist() == [9, 11, 11]
+    assert status(cache[:, :0], 0, k_descale=torch.ones(4, 0, 2)).tolist() == [0] * 4
+
+
+@pytest.mark.parametrize("name", ["k_descale", "v_descale"])
+@pytest.mark.parametrize("kind", ["one", "heads", "tokens"])
+def test_descales_that_are_no_factors_are_refused_where_values_are_checked(name, kind):
+    shapes = {"one": (1,), "heads": (2, 2), "tokens": (3, 4, 2)}
+    arguments = good(**{name: torch.ones(shapes[kind])}, cache_seqlens=2)
+    flash_cute.flash_attn_with_kvcache(**arguments, check_indices=True)
+    arguments[name].view(-1)[0] = 0
+    kept = bits(arguments["k_cache"]).clone()
+    for checks, asked in ((False, {"check_indices": True}), (True, {})):
+        with flash_cute.check.switched(checks), pytest.raises(ValueError, match=f"{name} of seq"):
+            flash_cute.flash_attn_with_kvcache(**arguments, **asked)
+        assert torch.equal(bits(arguments["k_cache"]), kept)
+    flash_cute.flash_attn_with_kvcache(**arguments)

@@ -24,6 +24,7 @@ CUDA_MAX_HEAD_DIM = 256
 
 INT64_MAX = 2**63 - 1
 FP32_MAX = torch.finfo(torch.float32).max
+FP32_TINY = torch.finfo(torch.float32).tiny
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, *, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
@@ -230,9 +231,10 @@ def is_descale_tensor(x: Any, name: str, q: Tensor, of_q: str = "q") -> TypeGuar
         return True
     if isinstance(x, bool) or not isinstance(x, (int, float)):
         raise TypeError(f"{name} is {kind_of(x)}; expected a number or a tensor")
-    if not 0 < x <= FP32_MAX:
+    if not FP32_TINY <= x <= FP32_MAX:
         raise ValueError(
-            f"{name} is {shown(x)}; expected a positive number, and a finite one in fp32"
+            f"{name} is {shown(x)}; expected a positive number, and a finite one in fp32, at least "
+            f"{FP32_TINY:.3g}"
         )
     return False
 
