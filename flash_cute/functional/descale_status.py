@@ -46,6 +46,6 @@ def descale_status(
         if not x.is_floating_point():
             raise TypeError(f"{name} has dtype {x.dtype}; expected torch.float32")
         x = x.float()
-        found = (x <= 0).any(), x.isinf().any(), x.isnan().any()
-        status.append(sum(bit * is_so.int() for bit, is_so in zip((1, 2, 4), found, strict=True)))
+        is_low, is_inf, is_nan = ((x <= 0).any(), x.isinf().any(), x.isnan().any())
+        status.append(is_low.int() + 2 * is_inf.int() + 4 * is_nan.int())
     return torch.stack(status)
