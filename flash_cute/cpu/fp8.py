@@ -59,8 +59,8 @@ def varlen_fwd(call: Fp8VarlenFwdCall) -> Results:
     for index, (span, k, v) in enumerate(zip(rows, *keys, strict=False)):
         one = slice(index, index + 1)
         descales = (
-            _of_sequence(call.q_descale, one, span),
-            _of_sequence(k_descale, one, None) if of_k is None else next(of_k),
+            _sequence_descale(call.q_descale, one, span),
+            _sequence_descale(k_descale, one, None) if of_k is None else next(of_k),
             None if call.v_descale is None else call.v_descale[one],
         )
         _attend(
@@ -70,7 +70,7 @@ def varlen_fwd(call: Fp8VarlenFwdCall) -> Results:
     return out, lse
 
 
-def _of_sequence(descale: Tensor | None, one: slice, rows: slice | None) -> Tensor | None:
+def _sequence_descale(descale: Tensor | None, one: slice, rows: slice | None) -> Tensor | None:
     if descale is None:
         return None
     return descale[one] if descale.dim() == 2 or rows is None else descale[:, rows]

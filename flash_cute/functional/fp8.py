@@ -44,7 +44,7 @@ def attention(
     rng = rng_of_call(call.q, call.dropout_p, asked["generator"], call.rng)
     if call.q.is_cuda and check.wanted(call.q):  # the CPU's op looks in any case
         _check_values(call, descales)
-    found = attend(options, _of_op(call, k_shape, descales), out_dtype)
+    found = attend(options, _op_descales(call, k_shape, descales), out_dtype)
     results = [found[0], *([found[1]] if asked["return_lse"] else [])]
     results += [rng] if asked["return_rng"] else []
     return tuple(results) if len(results) > 1 else results[0]
@@ -74,7 +74,7 @@ def _scale(call: Any, descales: Descales) -> Any:
     return fp8.scaled(call.softmax_scale, call.q.shape[-1], *descales[:2])
 
 
-def _of_op(call: Any, k_shape: tuple[int, ...], descales: Descales) -> OpDescales:
+def _op_descales(call: Any, k_shape: tuple[int, ...], descales: Descales) -> OpDescales:
     """Descales in the op's shapes (:mod:`flash_cute.call.validate.fp8`); None for those that are 1,
     or numbers of q and k."""
     q, k, v = call.q, call.k, call.v

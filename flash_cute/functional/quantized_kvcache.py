@@ -76,7 +76,11 @@ def _attend_in_8_bits(
     scaled = call if isinstance(k_descale, Tensor) else _scaled(call, k_descale)
     heads = (batch_of(call), call.k_cache.shape[2])
     of_op = AttendQuantizedKvcacheCall(
-        call.q, call.k_cache, call.v_cache, _of_op(k_descale, heads), _of_op(v_descale, heads)
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        _op_descale(k_descale, heads),
+        _op_descale(v_descale, heads),
     )
     given = {name: getattr(scaled, name) for name in AttendKvcacheCall._fields[3:]}
     out, softmax_lse = ops.attend_quantized_kvcache(*of_op._replace(**given))
@@ -85,7 +89,7 @@ def _attend_in_8_bits(
     return out, softmax_lse
 
 
-def _of_op(descale: Descale, heads: tuple[int, int]) -> Tensor | None:
+def _op_descale(descale: Descale, heads: tuple[int, int]) -> Tensor | None:
     """A descale as the op takes it, (batch, heads_k) or of each token; None for a number."""
     if not isinstance(descale, Tensor):
         return None
