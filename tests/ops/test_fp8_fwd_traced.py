@@ -106,7 +106,7 @@ def test_flops():
     assert counter.get_total_flops() == 2 * 4 * (9 * 13 + 11 * 20) * (32 + 32)
 
 
-def mapped(op: Any, args: list[Tensor], in_dims: tuple[Any, ...]) -> None:
+def check_mapped(op: Any, args: list[Tensor], in_dims: tuple[Any, ...]) -> None:
     samples = next(x.shape[d] for x, d in zip(args, in_dims, strict=True) if d is not None)
     expected = [
         op(*(x if d is None else x.select(d, i) for x, d in zip(args, in_dims, strict=True)))
@@ -127,7 +127,7 @@ def test_vmap_of_dense_calls(device, which):
     names = ("q", "k", "v", "descale", "sink")
     in_dims = tuple(0 if which in ("all", name) else None for name in names)
     args = [x if d == 0 else x[0] for x, d in zip(args, in_dims, strict=True)]
-    mapped(op, on(device, *args), in_dims)
+    check_mapped(op, on(device, *args), in_dims)
 
 
 def test_vmap_of_packed_calls(device):
@@ -137,7 +137,7 @@ def test_vmap_of_packed_calls(device):
         return OPS.fp8_varlen_fwd(q, k, v, cu_q, cu_k, 5, 8)
 
     args = on(device, values(3, 9, 4, 16), values(3, 12, 2, 16), values(12, 2, 16))
-    mapped(op, args, (0, 0, None))
+    check_mapped(op, args, (0, 0, None))
 
 
 def test_meta():
