@@ -53,6 +53,7 @@ struct Card {
     double scheduling_us;  // part of start_us that is not there if the host knows lengths
     // Clusters, one a work tile: time without keys, of a block of 64 KB, and of each wave of clusters after the first.
     double cluster_us, cluster_us_wide, cluster_block_us, cluster_wave_us, cluster_wave_us_wide;
+    double cluster_merge_us, cluster_merge_us_wide;  // the pass that combines clusters of a work tile
     // Even splits: of a chunk of `large_chunk` quanta or more, 1 / tail_share goes to tail CTAs, in chunks of
     // 1 / tail_parts of it.
     int large_chunk, tail_share, tail_parts;
@@ -118,6 +119,8 @@ inline constexpr Card kH200 = {
                .cluster_block_us = 1.1,
                .cluster_wave_us = 6.1,
                .cluster_wave_us_wide = 11.2,
+               .cluster_merge_us = 3,
+               .cluster_merge_us_wide = 3.5,
                .large_chunk = 128,
                .tail_share = 16,
                .tail_parts = 8,

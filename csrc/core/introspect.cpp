@@ -1,5 +1,6 @@
 #include "core/introspect.h"
 
+#include <algorithm>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -84,6 +85,7 @@ JsonObject describe(const DecodePlan& plan) {
   return JsonObject()
       .integer("ctas", plan.ctas())
       .integer("cluster", plan.clusters.ctas.value)
+      .integer("num_splits", std::max(1, plan.clusters.splits))
       .number("l2_fraction", plan.l2_fraction);
 }
 

@@ -67,10 +67,13 @@ struct UniformBatch {
   int full_ctas = 0;  // of a head
 };
 
-// Clusters, one per work tile.
+// Clusters, each with a split of a work tile.
 struct TileClusters {
   FastDivmod ctas;  // of a cluster
+  FastDivmod parts;  // CTAs of a work tile, over all its splits
   FastDivmod tiles;  // of query rows, per kv head of a sequence
+  FastDivmod work_tiles;  // of all sequences and kv heads
+  int splits = 0;  // of a work tile, at most; 0: other kernels, whose CTAs share keys evenly
   int column_bits = 0;  // each of the first CTAs combines 2^column_bits columns
 };
 
@@ -88,6 +91,8 @@ struct DecodePlan {
   int slots;  // workspace for splits (core/layout/decode_scheduler.h); 0 if no work tile is split
 
   constexpr int ctas() const { return ctas_per_head * heads_k.value; }
+  // Whether a CTA may continue a work tile and start another one: then it has two slots.
+  constexpr bool shares_evenly() const { return clusters.splits == 0; }
 };
 
 template <Op>

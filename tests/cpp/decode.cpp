@@ -1,10 +1,12 @@
 #include <doctest/doctest.h>
 
+#include <algorithm>
 #include <map>
 #include <set>
 #include <tuple>
 #include <vector>
 
+#include "core/card.h"
 #include "core/layout/decode_scheduler.h"
 #include "core/rows.h"
 #include "draw.h"
@@ -141,7 +143,7 @@ TEST_CASE("blocks of a work tile hold all keys that its queries see") {
   }
 }
 
-TEST_CASE("clusters run at once, with the fewest CTAs that have the fewest blocks") {
+TEST_CASE("clusters run at once, and no others of fewer CTAs take as little time") {
   Draw draw;
   for (int n = 0; n < 2000; ++n) {
     Call call(draw);
@@ -150,23 +152,40 @@ TEST_CASE("clusters run at once, with the fewest CTAs that have the fewest block
     for (int ctas = 1; ctas <= kMostClustered; ++ctas) call.gpu.clusters[ctas] = draw.from(0, 132 / ctas);
     CAPTURE(call);
     call.plan();
-    const int chosen = sm90::ctas_of_tile(call.p, call.config, call.gpu),
-              rows = call.p.fwd.seqlen_q * call.p.group.value;
-    const int tiles = (rows + kRows - 1) / kRows, clusters = tiles * call.p.fwd.heads_k * call.p.fwd.batch;
-    auto blocks = [&](int ctas) {
-      const int all = (call.p.fwd.seqlen_k + kKeys - 1) / kKeys;
-      return (all + ctas - 1) / ctas;
-    };
-    CHECK(call.p.cluster_ctas == chosen);
-    CHECK(call.p.ctas() == clusters * chosen);
-    CHECK((call.config.head_dim_v >> call.p.clusters.column_bits) <= chosen);
-    CHECK((chosen == 1 || clusters <= call.gpu.clusters[chosen]));
+    const sm90::TileShares chosen = sm90::shares_of_tile(call.p, call.config, call.gpu);
+    const int rows = call.p.fwd.seqlen_q * call.p.group.value, tiles = (rows + kRows - 1) / kRows;
+    const int work_tiles = tiles * call.p.fwd.heads_k * call.p.fwd.batch;
+    auto blocks = [&](int parts) { return ((call.p.fwd.seqlen_k + kKeys - 1) / kKeys + parts - 1) / parts; };
+    CHECK(call.p.cluster_ctas == chosen.ctas);
+    CHECK(call.p.ctas() == work_tiles * chosen.parts());
+    CHECK(call.p.slots == (chosen.splits > 1 ? work_tiles * chosen.splits : 0));
+    CHECK((call.config.head_dim_v >> call.p.clusters.column_bits) <= chosen.ctas);
+    CHECK((chosen.parts() == 1 || work_tiles * chosen.splits <= call.gpu.clusters[chosen.ctas]));
     for (int other = 1; other <= call.config.cluster; ++other) {
-      if (other > 1 && clusters > call.gpu.clusters[other]) continue;
+      if (other > 1 && std::max(1, work_tiles) > call.gpu.clusters[other]) continue;
       CAPTURE(other);
-      CHECK(blocks(chosen) <= blocks(other));
-      CHECK((other >= chosen || blocks(other) > blocks(chosen)));
+      CHECK(blocks(chosen.parts()) <= blocks(other));
+      CHECK((chosen.splits > 1 || other >= chosen.ctas || blocks(other) > blocks(chosen.ctas)));
     }
+  }
+}
+
+TEST_CASE("a long cache of few work tiles has several clusters each") {
+  Draw draw;
+  Call call(draw);
+  call.p.fwd = {};
+  call.p.cache = {};
+  call.p.fwd.batch = call.p.fwd.heads_k = 1;
+  call.p.fwd.heads = 8;
+  call.p.fwd.seqlen_q = 1;
+  call.p.fwd.head_dim = call.p.fwd.head_dim_v = 128;
+  call.config.arch = Arch::Sm90;
+  call.config.cluster = 8;
+  call.gpu = kH100;
+  for (const int keys : {64, 512, 4096, 32768}) {
+    call.p.fwd.seqlen_k = call.p.fwd.pages.size = keys;
+    call.plan();
+    CHECK((call.p.clusters.splits > 1) == (keys > 512));
   }
 }
 

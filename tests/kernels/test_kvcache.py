@@ -271,6 +271,25 @@ def test_tiles_that_a_short_sequence_does_not_have(cuda, name, page_size):
             check(make_cache_inputs(case, cuda))
 
 
+CLUSTERED = [k for k in library.kernels() if k.startswith("decode_sm90")]
+
+
+@pytest.mark.parametrize("page_size", [None, 16])
+@pytest.mark.parametrize("seqlens_new", [0, (3, 1, 0, 2)], ids=str)
+@pytest.mark.parametrize("name", CLUSTERED)
+def test_several_clusters_of_a_work_tile(cuda, name, seqlens_new, page_size):
+    """More than a short sequence has keys for, and than a packed one has queries for."""
+    kernel = parse(name)
+    case = CacheCase(
+        lengths=(6000, 0, 65, 2300), seqlens_q=(1, 2, 0, 3), seqlens_new=seqlens_new, heads=5,
+        heads_k=1, dim=kernel.dim, dim_v=kernel.dim_v, dtype=kernel.dtype, is_causal=True,
+        page_size=page_size, sink=True,
+    )  # fmt: skip
+    with library.only(name):
+        for _ in range(3):
+            check(make_cache_inputs(case, cuda))
+
+
 @pytest.mark.xdist_group("memory")
 @pytest.mark.parametrize(
     ("heads_k", "keys", "dim", "bytes_of_cta"),

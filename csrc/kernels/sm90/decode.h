@@ -1,7 +1,7 @@
-// Decode for Hopper: a cluster of CTAs has one work tile (query rows of one kv head of one sequence), splits its keys,
-// and combines the results through distributed shared memory. Nothing passes through global memory, and no CTA polls:
-// in a call of a few microseconds that would be most of the time. kernels/sm80/decode.h splits keys evenly over all
-// SMs, for longer caches.
+// Decode for Hopper: a cluster of CTAs has one work tile (query rows of one kv head of one sequence), or a split of its
+// keys; it shares these keys among its CTAs, and combines the results through distributed shared memory. Without splits
+// nothing passes through global memory, and no CTA polls: in a call of a few microseconds that would be most of the
+// time. kernels/sm80/decode.h shares keys evenly over all SMs, for many long caches.
 #pragma once
 
 #include "kernels/common/pdl.h"
@@ -9,6 +9,7 @@
 #include "kernels/passes/append.h"
 #include "kernels/decode/attend.h"
 #include "kernels/decode/load.h"
+#include "kernels/decode/merge_splits.h"
 #include "kernels/hopper/pipeline.h"
 #include "kernels/sm90/resources.h"
 
@@ -34,21 +35,25 @@ struct DecodeTraits : flash_cute::decode::DecodeTraits<C> {
   static_assert(sizeof(Storage) <= smem_bytes(C), "resources.h must agree");
 };
 
-// This CTA in its cluster, and the columns that each CTA combines.
+// This CTA in its cluster, the cluster's work, and the columns that each CTA combines.
 struct ClusterRank {
-  int ctas, work_tile, rank;
+  int ctas, rank;
+  int split, work_tile;
   int column_bits;
 
   CUTE_DEVICE explicit ClusterRank(const TileClusters& clusters)
-      : ctas(clusters.ctas.value),
-        work_tile(clusters.ctas.div(blockIdx.x)),
-        rank(static_cast<int>(blockIdx.x) - work_tile * ctas),
-        column_bits(clusters.column_bits) {}
+      : ctas(clusters.ctas.value), column_bits(clusters.column_bits) {
+    const int cluster = clusters.ctas.div(blockIdx.x);
+    rank = static_cast<int>(blockIdx.x) - cluster * ctas;
+    split = clusters.work_tiles.div(cluster);
+    work_tile = cluster - split * clusters.work_tiles.value;
+  }
 
   CUTE_DEVICE int columns() const { return 1 << column_bits; }
 };
 
-// The CTA's split of the keys, as sm80's functions need it, and the keys that its queries see.
+// The CTA's share of the cluster's split, as sm80's functions need it, and the keys that its queries see. A split behind
+// the last one of its work tile has no quanta.
 template <KernelConfig C>
 CUTE_DEVICE decode::VisibleSplit split_of_cta(const DecodeParams& p, const ClusterRank& place) {
   const int tile = p.heads_k.div(place.work_tile);  // over all sequences
@@ -57,13 +62,17 @@ CUTE_DEVICE decode::VisibleSplit split_of_cta(const DecodeParams& p, const Clust
   split.b = p.clusters.tiles.div(tile);
   split.row = (tile - split.b * p.clusters.tiles.value) * C.block_m;
   split.seq = cached_seq(p, split.b);
-  split.quanta = split.all.count = 1;
   const RowSpan queries = decode::queries_of(p, split, C.block_m);
   const RowSpan keys = visible_keys(split.seq, p.fwd.band, queries.first, queries.last - queries.first);
   const int first = keys.first / C.block_n, blocks = max(0, ceil_div(keys.last, C.block_n) - first);
-  const int chunk = p.clusters.ctas.div(blocks + place.ctas - 1);
-  split.first = first + min(place.rank * chunk, blocks);
-  split.last = first + min((place.rank + 1) * chunk, blocks);
+  const int chunk = p.clusters.parts.div(blocks + p.clusters.parts.value - 1);
+  const int part = place.split * place.ctas + place.rank;
+  split.first = first + min(part * chunk, blocks);
+  split.last = first + min((part + 1) * chunk, blocks);
+  split.index = place.split;
+  split.all = {false, 1, place.work_tile * p.clusters.splits};
+  if (p.clusters.splits > 1 && blocks > 0) split.all.count = ceil_div(blocks, chunk * place.ctas);
+  split.quanta = split.index < split.all.count;
   return {split, keys};
 }
 
@@ -151,7 +160,7 @@ CUTE_DEVICE void merge_ctas(const DecodeParams& p, const KvSplit& split, typenam
   CUTE_NO_UNROLL
   for (int i = threadIdx.x; i < rows * across; i += C.threads()) {
     const int row = i / across, column = i % across * kTogether;
-    const decode::RowDestination<C> to(p, split, row, true);
+    const decode::RowDestination<C> to(p, split, row, split.all.count == 1);
     // After this wait the results of all CTAs are here.
     storage.handed_over.wait(0);
     compiler_fence();
@@ -196,7 +205,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   }
   const KvSplit& split = chunk.split;
   const int rows = decode::rows_of(p, split, C.block_m);
-  if (rows <= 0) {  // of a packed sequence with fewer queries than the longest one
+  // Packed sequences may have fewer queries than the longest one, and work tiles fewer splits.
+  if (rows <= 0 || split.quanta == 0) {
     // No CTA may exit earlier: the next kernel waits for this one only, and others of the cluster may still arrive.
     wait_on_dependent_grids();
     cute::cluster_wait();
@@ -215,6 +225,8 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   loader.load(0);
   // After this wait new keys are in the cache, and queries are rotated.
   wait_on_dependent_grids();
+  if (p.slots > 0 && split.index == 0 && place.rank == 0 && threadIdx.x == 0)
+    p.slots_of_tiles[decode::number_of_tile(p, split, C.block_m)] = {split.all.count, split.all.first};
   decode::load_queries<C>(p, split, storage.q);
   cp_async_fence();
   CUTE_NO_UNROLL
@@ -244,7 +256,9 @@ cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
     if (cudaError_t e = append_keys(p, stream)) return e;
   }
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
-  return launch_with_pdl<decode<C>>({p.ctas(), C.threads(), smem_bytes(C), p.cluster_ctas}, stream, p);
+  if (cudaError_t e = launch_with_pdl<decode<C>>({p.ctas(), C.threads(), smem_bytes(C), p.cluster_ctas}, stream, p))
+    return e;
+  return p.slots == 0 ? cudaSuccess : decode::merge_splits<C>(p, p.clusters.splits, stream);
 }
 
 }  // namespace flash_cute::sm90

@@ -28,8 +28,13 @@ class Sm90Family final : public Family {
   void plan_decode(DecodeParams& p, const KernelConfig& config, const Device& gpu) const override;
 };
 
-// CTAs of the cluster of a work tile, if the GPU can run all clusters at once: the fewest that minimise a CTA's blocks.
-// 1 if it cannot.
-int ctas_of_tile(const DecodeProblem& p, const KernelConfig& config, const Device& gpu);
+// The clusters of a work tile, each with a split of its keys, and the CTAs of a cluster.
+struct TileShares {
+  int splits, ctas;
+  constexpr int parts() const { return splits * ctas; }
+};
+
+// What takes the least time, of all that the GPU can run at once; of equals the fewest CTAs. A CTA if all cannot.
+TileShares shares_of_tile(const DecodeProblem& p, const KernelConfig& config, const Device& gpu);
 
 }  // namespace flash_cute::sm90
