@@ -30,12 +30,15 @@ struct Card {
   struct Forward {
     // Indexed by columns of K: 64, up to 128, more. For tiles of 192 or 128 queries; pairs are clusters of two CTAs.
     ForwardSpeed narrow_192, narrow_128, middle_192, middle_192_pairs, middle_128, middle_128_pairs, wide, wide_pairs;
-    ForwardSpeed d96_128;  // 96 columns, tiles of 128 queries
-    double worthwhile;  // splits are used if they take at most this fraction of the time without splits
+    ForwardSpeed d96_192, d96_128;  // 96 columns, tiles of so many queries
+    // Splits are used if they take at most this fraction of the time without splits; those of packed keys, of which the
+    // host knows the mean and the longest length alone.
+    double worthwhile, worthwhile_packed;
     double kernel_us;  // time of one more kernel
     double number_us;  // time of an fp32 number that a split writes and combine reads
     double idle_group;  // time of a warpgroup without tokens, relative to one with: the other has no turns to take
-    double token_rows, token_rows_wide;  // rate of rows of tokens, relative to those of one head
+    double token_rows;  // rate of rows of tokens, relative to those of one head
+    double token_keys;  // more of tile_keys for them without splits: threads store their results, not TMA
   } forward;
 
   // Lengths of a cache that only the device knows, as fractions of its capacity: their mean, and the longest.
@@ -51,6 +54,7 @@ struct Card {
     DecodeSpeed narrow_16, narrow_16_pairs, narrow_32, narrow_64, middle_16, middle_16_pairs, middle_32, middle_64,
         wide_16, wide_64;
     double scheduling_us;  // part of start_us that is not there if the host knows lengths
+    double many_splits, many_splits_us;  // a work tile of so many splits, or more, takes so much longer to combine
     // Clusters, one a work tile: time without keys, of a block of 64 KB, and of each wave of clusters after the first.
     double cluster_us, cluster_us_wide, cluster_block_us, cluster_wave_us, cluster_wave_us_wide;
     double cluster_merge_us, cluster_merge_us_wide;  // the pass that combines clusters of a work tile
@@ -89,19 +93,21 @@ inline constexpr Card kH200 = {
     .not_overlapped = 0.15,
     .forward = {.narrow_192 = {692, 170},
                 .narrow_128 = {534, 260},
-                .middle_192 = {692, 190},
+                .middle_192 = {692, 200},
                 .middle_192_pairs = {700, 220},
-                .middle_128 = {639, 290},
-                .middle_128_pairs = {666, 290},
+                .middle_128 = {639, 230},
+                .middle_128_pairs = {666, 230},
                 .wide = {660, 250},
                 .wide_pairs = {700, 250},
-                .d96_128 = {520, 290},
+                .d96_192 = {692, 250},
+                .d96_128 = {520, 200},
                 .worthwhile = 0.95,
+                .worthwhile_packed = 0.65,
                 .kernel_us = 4.5,
                 .number_us = 1 / 3e5,
                 .idle_group = 0.5,
-                .token_rows = 0.9,
-                .token_rows_wide = 0.8},
+                .token_rows = 0.86,
+                .token_keys = 150},
     .cached = {.mean = 0.58, .longest = 0.87, .forward_us = 6, .decode_rows = 16, .paged_rows = 32},
     .decode = {.narrow_16 = {9.5, 2.2, 0.86, 74},
                .narrow_16_pairs = {9.7, 2.1, 0.86, 75},
@@ -111,9 +117,11 @@ inline constexpr Card kH200 = {
                .middle_16_pairs = {10.9, 3.7, 0.92, 95},
                .middle_32 = {11.4, 7.3, 0.92, 176},
                .middle_64 = {15, 7.1, 1.1, 256},
-               .wide_16 = {13.4, 5.2, 1, 80},
-               .wide_64 = {13, 12.3, 1, 125},
+               .wide_16 = {13.4, 5.2, 1, 98},
+               .wide_64 = {13, 12.3, 1, 145},
                .scheduling_us = 2.2,
+               .many_splits = 32,
+               .many_splits_us = 2.5,
                .cluster_us = 4.5,
                .cluster_us_wide = 7,
                .cluster_block_us = 1.1,

@@ -46,6 +46,15 @@ static int row_tiles(const KernelConfig& config, const FwdProblem& one) {
   return detail::ceil_div(one.seqlen_q, queries_of_tile(config, one));
 }
 
+// Tiles of queries of all sequences. Of packed ones that differ in length the last tiles are half full, on average.
+static double all_row_tiles(const KernelConfig& config, const FwdProblem& problem) {
+  const FwdProblem mean = one_sequence(problem);
+  const int longest = row_tiles(config, longest_sequence(problem));
+  if (mean.seqlen_q == problem.seqlen_q || longest <= 1) return double(row_tiles(config, mean)) * problem.batch;
+  const double tiles = double(mean.seqlen_q) / queries_of_tile(config, problem) + 0.5;
+  return std::clamp<double>(tiles, 1, longest) * problem.batch;
+}
+
 // The number of CTAs, or clusters, that run at once.
 static double resident_ctas_of(const KernelConfig& config, int sms) {
   return std::max(1, sms / config.cluster);
@@ -55,8 +64,7 @@ int most_splits(const KernelConfig& config, const FwdProblem& problem, int heads
   constexpr int kMaxSplits = 128, kWaves = 2;
   if (!family_of(config).facts.takes_overrides || config.walks_lists()) return 1;
   if (!problem.dense() && config.cluster > 1) return 1;
-  const FwdProblem one = one_sequence(problem);
-  const double work_tiles = double(row_tiles(config, one)) * (problem.heads / heads) * problem.batch;
+  const double work_tiles = all_row_tiles(config, problem) * (problem.heads / heads);
   const double of_waves = work_tiles > 0 ? ceil_to(kWaves * resident_ctas_of(config, sms) / work_tiles, 1) : kMaxSplits;
   const int most = std::min(kMaxSplits, detail::ceil_div(problem.seqlen_k, config.block_n));
   return std::max(1, static_cast<int>(std::min<double>(most, of_waves)));
@@ -75,7 +83,7 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   const bool banded = !one.band.is_open();
   const double waiting_keys = banded ? (config.cluster - 1) * config.block_m / 2 : 0;
   const int rows = queries_of_tile(config, one), tiles = row_tiles(config, one);
-  const double work_tiles = double(tiles) * (problem.heads / heads) * problem.batch;
+  const double work_tiles = all_row_tiles(config, problem) * (problem.heads / heads);
   const double resident_ctas = resident_ctas_of(config, gpu.sms);
   // Warpgroups without tokens pass over. Other rows that do not exist take as long as those that do.
   constexpr double kGroupRows = 64;
@@ -85,6 +93,8 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   const double merging = card.number_us * problem.all_rows() * problem.heads * config.head_dim_v;
   const bool is_only_reader = tiles == 1 && heads * problem.heads_k == problem.heads;  // of its keys
   auto time_with = [&](int splits) {
+    const bool stores_late = config.packs_tokens() && splits == 1 && !(is_only_reader && problem.dense_keys());
+    const double overhead = tile_keys + (stores_late ? card.token_keys : 0);
     auto time_of_tile = [&](const FwdProblem& p, int tile) {
       const RowSpan keys = visible_keys(SeqInfo(p, 0), p.band, tile * rows, rows);
       const double of_split = ceil_to(double(std::max(0, keys.last - keys.first)) / splits, config.block_n);
@@ -92,7 +102,7 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
       const double readers = std::min(work_tiles * splits, resident_ctas);
       const double reading = is_only_reader ? reading_us(one, of_split, readers, gpu) : 0;
       const double together = std::max(products, reading) + kCard.not_overlapped * std::min(products, reading);
-      return together + products_us(config, rows_used, tile_keys, rate);
+      return together + products_us(config, rows_used, overhead, rate);
     };
     Spread times = spread(tiles, [&](int tile) { return time_of_tile(one, tile); });
     if (!problem.dense()) times.longest = time_of_tile(longest, std::max(0, row_tiles(config, longest) - 1));
@@ -101,11 +111,11 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
   };
   const int most = most_splits(config, problem, heads, gpu.sms);
   if (1 <= num_splits && num_splits <= most) return {time_with(num_splits), num_splits};
-  const double whole = time_with(1);
+  const double whole = time_with(1), worthwhile = problem.dense_keys() ? card.worthwhile : card.worthwhile_packed;
   SplitCost best{whole, 1};
   for (int splits = 2; splits <= most; ++splits) {
     const double us = time_with(splits);
-    if (us < best.us && us < card.worthwhile * whole) best = {us, splits};
+    if (us < best.us && us < worthwhile * whole) best = {us, splits};
   }
   return best;
 }

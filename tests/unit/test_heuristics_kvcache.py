@@ -36,10 +36,10 @@ def short(kernel):
         # One token.
         ((17, 32, 8, 1, 8192, 128), {TWO, ONE, ROWS_32}),
         ((30, 32, 32, 1, 8192, 128), {CLUSTERS, ONE, TWO, ROWS_32}),
-        ((1, 32, 8, 1, 32768, 128), {TWO, ONE, ROWS_32}),
+        ((1, 32, 8, 1, 32768, 128), {CLUSTERS, ONE}),
         ((8, 32, 8, 1, 8192, 128), {CLUSTERS, TWO}),
         ((4, 32, 8, 1, 16384, 128), {TWO, ONE, ROWS_32}),
-        ((1, 8, 1, 1, 32768, 128), {ONE}),
+        ((1, 8, 1, 1, 32768, 128), {CLUSTERS}),
         ((1, 64, 8, 1, 8192, 128), {CLUSTERS}),
         ((2, 32, 8, 1, 4096, 128), {CLUSTERS}),
         ((32, 32, 8, 1, 1024, 128), {CLUSTERS, TWO, ONE, ROWS_32}),
@@ -48,7 +48,7 @@ def short(kernel):
         ((16, 32, 1, 1, 8192, 128), {ROWS_32}),
         ((14, 32, 32, 1, 8192, 64), {TWO_64, ONE_64, CLUSTERS_64, "decode_sm80 m32_n256_c1"}),
         ((64, 32, 8, 1, 4096, 64), {TWO_64, ONE_64, CLUSTERS_64, "decode_sm80 m32_n256_c1"}),
-        ((1, 32, 8, 1, 32768, 200), {"decode_sm80 m16_n64_c1"}),
+        ((1, 32, 8, 1, 32768, 200), {"decode_sm90 m16_n64_c1", "decode_sm80 m16_n64_c1"}),
         # Several tokens.
         ((9, 32, 8, 4, 8192, 128), {ONE, TWO, ROWS_32}),
         ((8, 32, 8, 5, 8192, 128), {ROWS_32}),
@@ -57,6 +57,8 @@ def short(kernel):
         ((64, 32, 8, 8, 4096, 128), {TOKENS, FORWARD, ROWS_32}),
         ((64, 32, 8, 8, 4096, 64), {"decode_sm80 m32_n256_c1"}),
         ((1, 20, 4, 8, 21800, 128), {TOKENS, ROWS_64}),
+        ((1, 8, 1, 2, 32768, 128), {CLUSTERS}),
+        ((1, 8, 1, 4, 32768, 128), {CLUSTERS}),
         ((1, 16, 2, 4, 4096, 128), {CLUSTERS}),
         ((1, 24, 8, 4, 4096, 128), {CLUSTERS}),
         ((1, 48, 8, 4, 4096, 128), {CLUSTERS}),
@@ -105,9 +107,11 @@ def test_two_ctas_an_sm_take_turns_where_tiles_are_many(options, memory_gb_s):
         # A kv head's rows in two tiles; more tiles than SMs.
         ((1, 32, 8, 5, 2048, 128), 6),
         ((17, 32, 8, 1, 512, 128), 1),
-        # Long shares: keys are shared out evenly.
-        ((1, 32, 8, 1, 32768, 128), 0),
-        ((1, 32, 8, 1, 65536, 256), 0),
+        # Few work tiles of long caches: several clusters each, most of two CTAs.
+        ((1, 32, 8, 1, 32768, 128), 2),
+        ((1, 32, 8, 1, 65536, 256), 2),
+        ((1, 8, 1, 1, 32768, 128), 8),
+        # Many of them: keys are shared out evenly.
         ((16, 64, 8, 1, 8192, 128), 0),
     ],
 )
@@ -121,15 +125,18 @@ def test_clusters_over_a_cache(sizes, ctas):
     [(1, 128, 20480), (1, 64, 40960), (1, 256, 16384), (2, 128, 12288)],
 )
 def test_clusters_over_a_cache_that_may_not_be_full(batch, head_dim, keys):
-    for capacity, family in ((keys, "decode_sm90"), (2 * keys, "decode_sm80")):
+    for capacity in (keys, 2 * keys):
         kernel = picked(batch, 32, 8, 1, capacity, head_dim, lengths=True)
-        assert kernel.startswith(family)
+        assert kernel.startswith("decode_sm90")
 
 
-def test_clusters_over_a_longer_cache_need_many_ctas():
-    for heads_k, family in ((2, "decode_sm80"), (8, "decode_sm90")):
-        kernel = picked(1, 16, heads_k, 1, 16384, 128, lengths=True)
-        assert kernel.startswith(family)
+@pytest.mark.parametrize(("heads_k", "splits"), [(1, 16), (2, 11), (8, 8)])
+def test_clusters_of_a_longer_cache_are_as_many_as_run_at_once(heads_k, splits):
+    found = plan("decode", 1, 16, heads_k, 1, 16384, 128, gpu="h200", lengths=True)
+    assert found.kernel.id.startswith("decode_sm90")
+    assert found.num_splits == splits
+    assert found.ctas == heads_k * splits * found.cluster <= 132
+    assert found.launches[-1] == "combine_splits"
 
 
 @pytest.mark.parametrize(("head_dim", "alone"), [(64, ONE_64), (128, ONE)])

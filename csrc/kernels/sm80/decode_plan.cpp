@@ -78,7 +78,8 @@ double Sm80Family::decode_cost(const KernelConfig& config, const DecodeProblem& 
   const double reading = speed.read * reading_us(problem, keys / gpu.sms, gpu.sms, gpu);
   const double products = products_us(config, config.block_m, keys, speed.rate) / gpu.sms;
   const double known = p.is_uniform() ? kCard.decode.scheduling_us : 0;
-  return speed.start_us - known + speed.tile_us * tiles / gpu.sms + std::max(reading, products);
+  const double merging = kCard.decode.many_splits * tiles <= gpu.sms ? kCard.decode.many_splits_us : 0;
+  return speed.start_us - known + speed.tile_us * tiles / gpu.sms + std::max(reading, products) + merging;
 }
 
 void Sm80Family::plan_decode(DecodeParams& p, const KernelConfig& config, const Device&) const {

@@ -28,16 +28,15 @@ static ForwardSpeed speed_of(const KernelConfig& config) {
   const Card::Forward& card = kCard.forward;
   if (config.head_dim == 64) return config.block_m == 192 ? card.narrow_192 : card.narrow_128;
   if (config.head_dim > 128) return config.cluster == 2 ? card.wide_pairs : card.wide;
-  if (config.head_dim == 96 && config.block_m == 128 && !config.packs_tokens()) return card.d96_128;
+  if (config.head_dim == 96 && !config.packs_tokens()) return config.block_m == 192 ? card.d96_192 : card.d96_128;
   if (config.block_m == 192) return config.cluster == 2 ? card.middle_192_pairs : card.middle_192;
   return config.cluster == 2 ? card.middle_128_pairs : card.middle_128;
 }
 
 ForwardSpeed Sm90Family::forward_speed(const KernelConfig& config) const {
-  ForwardSpeed speed = speed_of(config);
+  const ForwardSpeed speed = speed_of(config);
   const Card::Forward& card = kCard.forward;
-  if (config.packs_tokens()) speed.rate *= config.head_dim > 128 ? card.token_rows_wide : card.token_rows;
-  return speed;
+  return config.packs_tokens() ? ForwardSpeed{speed.rate * card.token_rows, speed.tile_keys} : speed;
 }
 
 int Sm90Family::max_pack_gqa(const KernelConfig& config) const {
