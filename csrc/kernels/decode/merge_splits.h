@@ -3,7 +3,6 @@
 
 #include "kernels/common/pdl.h"
 #include "kernels/decode/combine.h"
-#include "kernels/launch.h"
 
 namespace flash_cute::decode {
 
@@ -47,17 +46,6 @@ __global__ void __launch_bounds__(32 * kRows * kWarps) merge_rows(const __grid_c
       p.fwd.head_dim_v, row.sink,
       [&](int column, const auto& x) { row.visit([&](auto* to) { store(to + column, x); }); });
   if (threadIdx.x % (32 * kWarps) == 0) *row.lse = lse;
-}
-
-// Combines the splits of all work tiles, of which each has about so many. If these are many each row has a CTA.
-template <KernelConfig C>
-cudaError_t merge_splits(const DecodeParams& p, int64_t splits, cudaStream_t stream) {
-  constexpr int kRows = 4, kWarps = 8, kManySplits = 32;
-  const int64_t tiles = int64_t(p.fwd.batch) * tiles_of_sequence(p, C.block_m) * p.fwd.heads_k;
-  if (splits >= kManySplits) {
-    return launch_with_pdl<merge_rows<C, 1, kWarps>>({tiles * C.block_m, 32 * kWarps, 0}, stream, p);
-  }
-  return launch_with_pdl<merge_rows<C, kRows, 1>>({tiles * cute::ceil_div(C.block_m, kRows), 32 * kRows, 0}, stream, p);
 }
 
 }  // namespace flash_cute::decode

@@ -96,6 +96,17 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   }
 }
 
+// Few work tiles have many splits: then each row has a CTA.
+template <KernelConfig C>
+cudaError_t merge_splits(const DecodeParams& p, cudaStream_t stream) {
+  constexpr int kRows = 4, kWarps = 8, kManySplits = 32;
+  const int64_t tiles = int64_t(p.fwd.batch) * tiles_of_sequence(p, C.block_m) * p.fwd.heads_k;
+  if (p.ctas() >= kManySplits * tiles) {
+    return launch_with_pdl<merge_rows<C, 1, kWarps>>({tiles * C.block_m, 32 * kWarps, 0}, stream, p);
+  }
+  return launch_with_pdl<merge_rows<C, kRows, 1>>({tiles * cute::ceil_div(C.block_m, kRows), 32 * kRows, 0}, stream, p);
+}
+
 template <KernelConfig C>
 cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
   if (p.appends()) {
@@ -105,8 +116,7 @@ cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
   if (cudaError_t e = launch_with_pdl<decode<C>>({p.ctas(), C.threads(), smem_bytes(C), p.cluster_ctas}, stream, p))
     return e;
   if (p.slots == 0) return cudaSuccess;
-  const int64_t tiles = int64_t(p.fwd.batch) * tiles_of_sequence(p, C.block_m) * p.fwd.heads_k;
-  return merge_splits<C>(p, p.ctas() / tiles, stream);
+  return merge_splits<C>(p, stream);
 }
 
 }  // namespace flash_cute::sm80

@@ -258,7 +258,10 @@ cudaError_t launch_decode(const DecodeParams& p, cudaStream_t stream) {
   if (p.fwd.total_q == 0 || p.fwd.batch == 0 || p.fwd.heads == 0) return cudaSuccess;
   if (cudaError_t e = launch_with_pdl<decode<C>>({p.ctas(), C.threads(), smem_bytes(C), p.cluster_ctas}, stream, p))
     return e;
-  return p.slots == 0 ? cudaSuccess : decode::merge_splits<C>(p, p.clusters.splits, stream);
+  if (p.slots == 0) return cudaSuccess;
+  constexpr int kRows = 4;  // of a CTA, a warp each: clusters are few
+  const int64_t ctas = int64_t(p.clusters.work_tiles.value) * cute::ceil_div(C.block_m, kRows);
+  return launch_with_pdl<decode::merge_rows<C, kRows, 1>>({ctas, 32 * kRows, 0}, stream, p);
 }
 
 }  // namespace flash_cute::sm90

@@ -18,7 +18,9 @@ int64_t work_tiles(const DecodeProblem& p, const KernelConfig& config) {
   return row_tiles(p, config) * p.fwd.heads_k * p.fwd.batch;
 }
 
-bool is_wide(const KernelConfig& config) { return config.head_dim > 128; }  // half the warps
+bool is_wide(const KernelConfig& config) {
+  return config.head_dim > 128;
+}  // half the warps
 
 // Time of the CTAs' blocks in their turn, and of the pass that combines splits.
 double sharing_us(double blocks, TileShares shares, const KernelConfig& config) {
