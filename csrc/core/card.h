@@ -55,7 +55,7 @@ struct Card {
         wide_16, wide_64;
     double scheduling_us;  // part of start_us that is not there if the host knows lengths
     double many_splits, many_splits_us;  // a work tile of so many splits, or more, takes so much longer to combine
-    // Clusters, one a work tile: time without keys, of a block of 64 KB, and of each wave of clusters after the first.
+    // Clusters, one or several a work tile: time without keys, of a block of 64 KB, and of each wave of clusters after the first.
     double cluster_us, cluster_us_wide, cluster_block_us, cluster_wave_us, cluster_wave_us_wide;
     double cluster_merge_us, cluster_merge_us_wide;  // the pass that combines clusters of a work tile
     // Even splits: of a chunk of `large_chunk` quanta or more, 1 / tail_share goes to tail CTAs, in chunks of

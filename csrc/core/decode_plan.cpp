@@ -34,7 +34,7 @@ DecodePlan make_plan(const KernelConfig& config, const DecodeProblem& problem, c
   p.quantum_blocks = 1;
   p.slots = 0;
   const int64_t tiles = (int64_t(f.seqlen_q) * p.group.value + config.block_m - 1) / config.block_m;
-  if (int64_t(f.batch) * f.heads_k * tiles >= kMostParts) {
+  if (static_cast<double>(tiles) * std::max(1, f.heads_k) * std::max(1, f.batch) >= kMostParts) {
     throw std::runtime_error("flash_cute: the call has 2^30 tiles of queries or more; give fewer sequences or queries");
   }
   family_of(config).plan_decode(p, config, gpu);

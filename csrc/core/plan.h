@@ -73,7 +73,7 @@ struct TileClusters {
   FastDivmod parts;  // CTAs of a work tile, over all its splits
   FastDivmod tiles;  // of query rows, per kv head of a sequence
   FastDivmod work_tiles;  // of all sequences and kv heads
-  int splits = 0;  // of a work tile, at most; 0: other kernels, whose CTAs share keys evenly
+  int splits = 0;  // of a work tile, at most; 0: not Hopper's decode
   int column_bits = 0;  // each of the first CTAs combines 2^column_bits columns
 };
 
@@ -91,8 +91,7 @@ struct DecodePlan {
   int slots;  // workspace for splits (core/layout/decode_scheduler.h); 0 if no work tile is split
 
   constexpr int ctas() const { return ctas_per_head * heads_k.value; }
-  // Whether a CTA may continue a work tile and start another one: then it has two slots.
-  constexpr bool shares_evenly() const { return clusters.splits == 0; }
+  constexpr bool by_clusters() const { return clusters.splits > 0; }
 };
 
 template <Op>

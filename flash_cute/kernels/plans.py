@@ -57,7 +57,7 @@ class Plan:
     shares_l2: bool = False  # Hopper's backward: CTAs stay near each other on long walks
     key_order: KeyOrder | None = None  # of Hopper's backward
     ctas: int | None = None  # decode
-    cluster: int = 1  # decode: CTAs that share the keys of a tile of queries
+    cluster: int = 1  # decode: CTAs that share the keys of a tile of queries, or of a split of them
     l2_fraction: float | None = None  # decode: share of the keys that L2 keeps like other data
     workspace_bytes: int = 0  # in addition to the results
     launches: tuple[str, ...] = ()  # backward's own passes are part of its kernel

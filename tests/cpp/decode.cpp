@@ -1,6 +1,5 @@
 #include <doctest/doctest.h>
 
-#include <algorithm>
 #include <map>
 #include <set>
 #include <tuple>
@@ -156,13 +155,17 @@ TEST_CASE("clusters run at once, and no others of fewer CTAs take as little time
     const int rows = call.p.fwd.seqlen_q * call.p.group.value, tiles = (rows + kRows - 1) / kRows;
     const int work_tiles = tiles * call.p.fwd.heads_k * call.p.fwd.batch;
     auto blocks = [&](int parts) { return ((call.p.fwd.seqlen_k + kKeys - 1) / kKeys + parts - 1) / parts; };
+    if (work_tiles == 0) {
+      CHECK(chosen.parts() == 1);
+      continue;
+    }
     CHECK(call.p.cluster_ctas == chosen.ctas);
     CHECK(call.p.ctas() == work_tiles * chosen.parts());
     CHECK(call.p.slots == (chosen.splits > 1 ? work_tiles * chosen.splits : 0));
     CHECK((call.config.head_dim_v >> call.p.clusters.column_bits) <= chosen.ctas);
     CHECK((chosen.parts() == 1 || work_tiles * chosen.splits <= call.gpu.clusters[chosen.ctas]));
     for (int other = 1; other <= call.config.cluster; ++other) {
-      if (other > 1 && std::max(1, work_tiles) > call.gpu.clusters[other]) continue;
+      if (other > 1 && work_tiles > call.gpu.clusters[other]) continue;
       CAPTURE(other);
       CHECK(blocks(chosen.parts()) <= blocks(other));
       CHECK((chosen.splits > 1 || other >= chosen.ctas || blocks(other) > blocks(chosen.ctas)));
@@ -197,6 +200,18 @@ TEST_CASE("what no plan can number is refused") {
   f.heads = f.heads_k = 1 << 10;
   f.seqlen_q = 1;
   CHECK_THROWS_WITH(call.plan(), doctest::Contains("2^30 tiles of queries"));
+  // 2^32 tiles of queries of no sequence; 2^64 of all.
+  for (const auto& [batch, heads, queries] : {std::tuple{0, 1 << 16, 1 << 20}, {1 << 12, 1 << 28, 1 << 28}}) {
+    for (const Arch arch : {Arch::Sm80, Arch::Sm90}) {
+      Call absurd(draw);
+      absurd.config.arch = arch;
+      absurd.p.fwd.batch = batch;
+      absurd.p.fwd.heads = heads;
+      absurd.p.fwd.heads_k = 1;
+      absurd.p.fwd.seqlen_q = queries;
+      CHECK_THROWS_WITH(absurd.plan(), doctest::Contains("2^30 tiles of queries"));
+    }
+  }
   f.batch = 1 << 10;
   f.seqlen_k = 1 << 20;
   call.p.num_splits = 0;

@@ -281,7 +281,7 @@ def test_several_clusters_of_a_work_tile(cuda, name, seqlens_new, page_size):
     """More than a short sequence has keys for, and than a packed one has queries for."""
     kernel = parse(name)
     case = CacheCase(
-        lengths=(6000, 0, 65, 2300), seqlens_q=(1, 2, 0, 3), seqlens_new=seqlens_new, heads=5,
+        lengths=(9000, 0, 65, 2300), seqlens_q=(1, 2, 0, 3), seqlens_new=seqlens_new, heads=5,
         heads_k=1, dim=kernel.dim, dim_v=kernel.dim_v, dtype=kernel.dtype, is_causal=True,
         page_size=page_size, sink=True,
     )  # fmt: skip

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(32 * kRows * kWarps) merge_rows(const __grid_c
   if (i >= rows_of(p, split, C.block_m)) return;
   const auto [count, first] = p.slots_of_tiles[number];
   if (count == 1) return;
-  split.all = {p.even_splits() && p.shares_evenly(), count, first};
+  split.all = {p.even_splits() && !p.by_clusters(), count, first};
   const RowDestination<C> row(p, split, i, true);
   auto row_of = [&](int n) { return int64_t(split.all.slot(n)) * C.block_m + i; };
   const float lse = merge_row<4, kAtOnce, kWarps>(

@@ -14,13 +14,16 @@ int64_t row_tiles(const DecodeProblem& p, const KernelConfig& config) {
   return (rows + config.block_m - 1) / config.block_m;
 }
 
+// At most 2^40: a plan request may have any sizes.
 int64_t work_tiles(const DecodeProblem& p, const KernelConfig& config) {
-  return row_tiles(p, config) * p.fwd.heads_k * p.fwd.batch;
+  const double all = static_cast<double>(row_tiles(p, config)) * p.fwd.heads_k * p.fwd.batch;
+  return static_cast<int64_t>(std::min(all, 0x1p40));
 }
 
+// Kernels for wide heads have half the warps.
 bool is_wide(const KernelConfig& config) {
   return config.head_dim > 128;
-}  // half the warps
+}
 
 // Time of the CTAs' blocks in their turn, and of the pass that combines splits.
 double sharing_us(double blocks, TileShares shares, const KernelConfig& config) {
@@ -33,9 +36,10 @@ double sharing_us(double blocks, TileShares shares, const KernelConfig& config) 
 
 TileShares shares_of_tile(const DecodeProblem& p, const KernelConfig& config, const Device& gpu) {
   constexpr int64_t kMostSplits = 16;
-  const int64_t tiles = std::max<int64_t>(1, work_tiles(p, config));
+  const int64_t tiles = work_tiles(p, config);
   const int blocks = detail::ceil_div(p.fwd.seqlen_k, config.block_n);
   TileShares best{1, 1};
+  if (tiles == 0) return best;
   double of_best = sharing_us(blocks, best, config);
   for (int ctas = 2; ctas <= config.cluster; ++ctas) {
     const int most = static_cast<int>(std::min(kMostSplits, gpu.clusters[ctas] / tiles));

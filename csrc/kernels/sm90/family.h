@@ -34,7 +34,7 @@ struct TileShares {
   constexpr int parts() const { return splits * ctas; }
 };
 
-// What takes the least time, of all that the GPU can run at once; of equals the fewest CTAs. A CTA if all cannot.
+// The fastest that the GPU runs at once; of equals the fewest CTAs. If there is none, or no work, a CTA.
 TileShares shares_of_tile(const DecodeProblem& p, const KernelConfig& config, const Device& gpu);
 
 }  // namespace flash_cute::sm90
