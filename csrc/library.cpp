@@ -148,6 +148,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CUDA, m) {
   m.impl("varlen_bwd.out", &guarded<&varlen_bwd_out>);
   m.impl("fwd_kvcache", &guarded<&fwd_kvcache>);
   m.impl("attend_kvcache", &guarded<&attend_kvcache>);
+  m.impl("attend_quantized_kvcache", &guarded<&attend_quantized_kvcache>);
   m.impl("combine", &guarded<&combine>);
   m.impl("tile_lists", &guarded<&tile_lists>);
   m.impl("transposed_tile_lists", &guarded<&transposed_tile_lists>);

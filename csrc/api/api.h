@@ -17,6 +17,7 @@ void varlen_bwd_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_re
 
 void fwd_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void attend_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void attend_quantized_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void combine(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
 void tile_lists(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);

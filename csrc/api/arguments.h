@@ -93,8 +93,13 @@ struct BwdArguments {
   bool deterministic;
 };
 
+// The ops over a cache: those of the caches' own dtype, with and without new keys, and that of 8 bits.
+enum class CacheOp { Append, Attend, AttendQuantized };
+
 struct KvcacheArguments {
+  CacheOp op;
   View q, k_cache, v_cache;
+  std::optional<View> k_descale, v_descale;  // [b, h_k] or [pages, page_size, h_k]
   std::optional<View> k, v;
   std::optional<View> rotary_cos, rotary_sin;  // [positions, rotary_dim / 2]
   std::optional<View> cache_seqlens, cache_batch_idx, cache_leftpad;  // [b]
@@ -165,13 +170,17 @@ inline BwdArguments take_bwd(Stack& in, bool varlen) {
   return {dout, std::move(fwd), out, softmax_lse, dlse, deterministic};
 }
 
-// With `joins` also the arguments of new keys, values and rotary embedding.
-inline KvcacheArguments take_kvcache(Stack& in, bool joins) {
+inline KvcacheArguments take_kvcache(Stack& in, CacheOp op) {
+  const bool joins = op == CacheOp::Append;
   auto of_new_keys = [&] { return joins ? in.optional_view() : std::nullopt; };
+  auto of_descales = [&] { return op == CacheOp::AttendQuantized ? in.optional_view() : std::nullopt; };
   KvcacheArguments a{
+      .op = op,
       .q = in.view(),
       .k_cache = in.view(),
       .v_cache = in.view(),
+      .k_descale = of_descales(),
+      .v_descale = of_descales(),
       .k = of_new_keys(),
       .v = of_new_keys(),
       .rotary_cos = of_new_keys(),

@@ -11,9 +11,24 @@ const int* optional_indices(const std::optional<View>& t, int64_t length, const 
   return t ? indices(*t, length, name, q) : nullptr;
 }
 
+Descale make_descale(const std::optional<View>& t, const KvcacheArguments& a, int batch, const char* name) {
+  if (!t) return {};
+  const bool of_rows = t->dims == 3;
+  const int64_t of_heads[] = {batch, a.k_cache.size(2)};
+  FC_CHECK(t->dtype == ScalarType::Float, name, "'s dtype must be float32");
+  check_device(*t, a.q, name);
+  check_shape(*t, of_rows ? a.k_cache.sizes : of_heads, of_rows ? 3 : 2, name);
+  const int head = t->dims - 1;
+  return {static_cast<const float*>(t->ptr), of_rows, t->stride(0), of_rows ? t->stride(1) : 0, t->stride(head)};
+}
+
 Cache make_cache(const KvcacheArguments& a, int batch) {
-  return {optional_indices(a.cache_seqlens, batch, "cache_seqlens", a.q),
-          optional_indices(a.cache_leftpad, batch, "cache_leftpad", a.q)};
+  return {.lengths = optional_indices(a.cache_seqlens, batch, "cache_seqlens", a.q),
+          .leftpad = optional_indices(a.cache_leftpad, batch, "cache_leftpad", a.q),
+          .eight_bits = a.op == CacheOp::AttendQuantized,
+          .dtype = a.k_cache.dtype == ScalarType::Char ? DType::INT8 : DType::E4M3,
+          .k = make_descale(a.k_descale, a, batch, "k_descale"),
+          .v = make_descale(a.v_descale, a, batch, "v_descale")};
 }
 
 Pages pages_of(const KvcacheArguments& a, int batch) {
@@ -81,6 +96,20 @@ Rotary make_rotary(const KvcacheArguments& a, int batch, int head_dim) {
   return rotary;
 }
 
+void check_dtypes_of_caches(const KvcacheArguments& a) {
+  if (a.op != CacheOp::AttendQuantized) {
+    check_same_kind(a.k_cache, a.q, "k_cache");
+    check_same_kind(a.v_cache, a.q, "v_cache");
+    return;
+  }
+  const ScalarType stored = a.k_cache.dtype;
+  FC_CHECK(stored == a.v_cache.dtype && (stored == ScalarType::Char || stored == ScalarType::Float8_e4m3fn),
+           "k_cache and v_cache must both be of torch.float8_e4m3fn, or both of torch.int8; caches of q's dtype go to "
+           "attend_kvcache");
+  check_device(a.k_cache, a.q, "k_cache");
+  check_device(a.v_cache, a.q, "v_cache");
+}
+
 void check_supported(const KvcacheArguments& a) {
   FC_CHECK(a.q.dtype == ScalarType::Half || a.q.dtype == ScalarType::BFloat16,
            "q's dtype is not supported over a key/value cache on CUDA yet; supported: torch.float16, torch.bfloat16; "
@@ -88,8 +117,7 @@ void check_supported(const KvcacheArguments& a) {
   const int dims = a.cu_seqlens_q ? 3 : 4;
   FC_CHECK(a.q.dims == dims && a.k_cache.dims == 4 && a.v_cache.dims == 4, "q, k_cache and v_cache have ", a.q.dims,
            ", ", a.k_cache.dims, " and ", a.v_cache.dims, " dimensions; expected ", dims, ", 4 and 4");
-  check_same_kind(a.k_cache, a.q, "k_cache");
-  check_same_kind(a.v_cache, a.q, "v_cache");
+  check_dtypes_of_caches(a);
   for (int i = 0; i < 3; ++i) {
     FC_CHECK(a.k_cache.size(i) == a.v_cache.size(i), "k_cache and v_cache differ in dimension ", i, ": ",
              a.k_cache.size(i), " and ", a.v_cache.size(i));
@@ -100,6 +128,9 @@ void check_supported(const KvcacheArguments& a) {
            "; heads must be a multiple of heads_k");
   FC_CHECK(dim == dim_k && dim_k > 0 && dim_v > 0, "head dims are ", dim, " of q, ", dim_k, " of k_cache, ", dim_v,
            " of v_cache; the first two must agree, and none may be 0");
+  FC_CHECK(a.op != CacheOp::AttendQuantized || (dim % 16 == 0 && dim_v % 16 == 0), "head dims are ", dim, " and ",
+           dim_v, " of v_cache; over caches of 8 bits CUDA's kernels support multiples of 16: pad them, or call "
+           "flash_attn_with_kvcache, which copies such caches to q's dtype");
 }
 
 }  // namespace

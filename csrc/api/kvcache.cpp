@@ -1,5 +1,5 @@
-// torch.ops.flash_cute.fwd_kvcache and attend_kvcache, and varlen_fwd over pages: check, allocate, describe the
-// problem, choose its route, launch.
+// torch.ops.flash_cute.fwd_kvcache, attend_kvcache and attend_quantized_kvcache, and varlen_fwd over pages: check,
+// allocate, describe the problem, choose its route, launch.
 #include <torch/csrc/stable/accelerator.h>
 
 #include "api/api.h"
@@ -39,9 +39,9 @@ void run_cached(const Route& route, DecodeProblem p, const View& q) {
   run(route.in_pages, in_pages(p), q);
 }
 
-void attend_cache(StableIValue* stack, bool joins) {
+void attend_cache(StableIValue* stack, CacheOp op) {
   Stack in(stack);
-  const KvcacheArguments a = take_kvcache(in, joins);
+  const KvcacheArguments a = take_kvcache(in, op);
   DecodeProblem p = make_problem(a);
   const torch::stable::accelerator::DeviceGuard guard(a.q.device);
   const Tensor out = allocate_out(a.q, a.v_cache), softmax_lse = allocate_row_stats(a.q);
@@ -87,10 +87,13 @@ void attend_pages(const Route& route, const FwdProblem& a, const View& q, const 
 }
 
 void fwd_kvcache(StableIValue* stack, uint64_t, uint64_t) {
-  attend_cache(stack, true);
+  attend_cache(stack, CacheOp::Append);
 }
 void attend_kvcache(StableIValue* stack, uint64_t, uint64_t) {
-  attend_cache(stack, false);
+  attend_cache(stack, CacheOp::Attend);
+}
+void attend_quantized_kvcache(StableIValue* stack, uint64_t, uint64_t) {
+  attend_cache(stack, CacheOp::AttendQuantized);
 }
 
 }  // namespace flash_cute

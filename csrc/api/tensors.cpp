@@ -20,6 +20,18 @@ int64_t step(const View& t, int dim) {
   return t.size(dim) > 1 ? t.stride(dim) : 0;
 }
 
+int element_bytes(const View& t) {
+  switch (t.dtype) {
+    case ScalarType::Float:
+      return 4;
+    case ScalarType::Char:
+    case ScalarType::Float8_e4m3fn:
+      return 1;
+    default:
+      return 2;
+  }
+}
+
 std::string shape(const int64_t* sizes, int dims) {
   std::string text;
   for (int i = 0; i < dims; ++i) text += (i == 0 ? "" : ", ") + std::to_string(sizes[i]);
@@ -87,7 +99,7 @@ TensorView tensor_view(const View& t, const char* name) {
                .row = step(t, dims - 3),
                .head = step(t, dims - 2),
                .vectors = false};
-  const int vector = t.dtype == ScalarType::Float ? 4 : 8;  // elements in 16 bytes
+  const int vector = 16 / element_bytes(t);  // elements in 16 bytes
   m.vectors = reinterpret_cast<uintptr_t>(m.ptr) % 16 == 0 && m.batch % vector == 0 && m.row % vector == 0 &&
               m.head % vector == 0;
   return m;

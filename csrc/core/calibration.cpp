@@ -81,6 +81,13 @@ bool is_deterministic(const Problem<op>& problem) {
   return false;
 }
 
+// The dtype of a cache that is not the problem's.
+template <Op op>
+const char* dtype_of_cache(const Problem<op>& problem) {
+  if constexpr (op == Op::Decode) return problem.cache.eight_bits ? name(problem.cache.dtype) : nullptr;
+  return nullptr;
+}
+
 template <Op op>
 std::string bucket(const Problem<op>& problem, const Device& gpu) {
   const FwdProblem& p = forward_of(problem);
@@ -95,6 +102,7 @@ std::string bucket(const Problem<op>& problem, const Device& gpu) {
   add(" GB/s", std::to_string(gpu.memory_gb_s));
   add(" ", name(op));
   add(" ", name(p.dtype));
+  if (const char* const stored = dtype_of_cache<op>(problem)) add("/", stored);
   add(" d", std::to_string(p.head_dim));
   add("/", std::to_string(p.head_dim_v));
   line += sees_all_before && sees_all_after ? " full" : sees_all_before && p.band.right == 0 ? " causal" : " window";

@@ -7,7 +7,8 @@ namespace flash_cute {
 
 enum class Op { Fwd, Bwd, Decode };  // Decode: forward over a key/value cache
 enum class Arch { Sm80 = 80, Sm90 = 90 };
-enum class DType { FP16, BF16, TF32, TF32x3 };  // the last two: fp32, in one or in three products of TF32
+// TF32 and TF32x3: fp32, in one or in three products of TF32. INT8: of caches alone.
+enum class DType { FP16, BF16, TF32, TF32x3, E4M3, INT8 };
 enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules), and scales below 0
 // The tiles that a kernel visits: consecutive ones, or those of a list (TileLists). Tokens: consecutive tiles of keys for
 // rows that are all query heads of a group for a token, then for the next.
@@ -21,6 +22,9 @@ constexpr int element_bytes(DType dtype) {
     case DType::TF32:
     case DType::TF32x3:
       return 4;
+    case DType::E4M3:
+    case DType::INT8:
+      return 1;
   }
   return 0;
 }
@@ -35,6 +39,10 @@ constexpr const char* name(DType dtype) {
       return "tf32";
     case DType::TF32x3:
       return "tf32x3";
+    case DType::E4M3:
+      return "e4m3";
+    case DType::INT8:
+      return "int8";
   }
   return nullptr;
 }
@@ -73,11 +81,13 @@ struct KernelConfig {
   int ctas;  // resident CTAs an SM: bounds the registers of a thread
   int cluster;  // CTAs of a cluster (for decode the most), or 1
   flash_cute::TileKind tiles = flash_cute::TileKind::Interval;
+  flash_cute::DType cache = dtype;  // of K and V; for decode one of 8 bits beside dtype
 
   bool operator==(const KernelConfig&) const = default;
   constexpr bool rich() const { return tier == flash_cute::Tier::Rich; }
   constexpr bool walks_lists() const { return tiles == flash_cute::TileKind::List; }
   constexpr bool packs_tokens() const { return tiles == flash_cute::TileKind::Tokens; }
+  constexpr bool widens_cache() const { return cache != dtype; }  // of 8 bits
   constexpr bool fp32() const { return flash_cute::element_bytes(dtype) == 4; }
 
   // Threads of the warps that issue MMA.
@@ -92,6 +102,7 @@ struct KernelConfig {
            (has_clusters(arch) ? number("_x", cluster) : "") +
            (walks_lists()    ? "_list"
             : packs_tokens() ? "_tokens"
-                             : "");
+                             : "") +
+           (widens_cache() ? std::string("_") + flash_cute::name(cache) : "");
   }
 };

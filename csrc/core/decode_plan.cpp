@@ -10,7 +10,7 @@ namespace flash_cute {
 static bool fits_l2(const DecodeProblem& p, const Device& gpu) {
   const FwdProblem& f = p.fwd;
   const double numbers = double(f.batch) * f.heads_k * f.seqlen_k * (f.head_dim + f.head_dim_v);
-  return numbers * element_bytes(f.dtype) <= kCard.decode.l2_room * gpu.l2_bytes;
+  return numbers * element_bytes(p.cache_dtype()) <= kCard.decode.l2_room * gpu.l2_bytes;
 }
 
 // Fraction of K/V loads with evict_normal; the rest use evict_first. If the cache fits into L2 the next call may hit

@@ -13,7 +13,7 @@ namespace flash_cute {
 bool alternatives(const KernelConfig& a, const KernelConfig& b) {
   return a.op != Op::Bwd && a.op == b.op && (a.arch == b.arch || a.op == Op::Decode) && a.dtype == b.dtype &&
          a.tier == b.tier && a.head_dim == b.head_dim && a.head_dim_v == b.head_dim_v &&
-         a.walks_lists() == b.walks_lists();
+         a.walks_lists() == b.walks_lists() && a.cache == b.cache;
 }
 
 int pack_gqa(const KernelConfig& config, const FwdProblem& problem) {
@@ -100,7 +100,7 @@ SplitCost cheapest_splits(const KernelConfig& config, const FwdProblem& problem,
       const double of_split = ceil_to(double(std::max(0, keys.last - keys.first)) / splits, config.block_n);
       const double products = products_us(config, rows_used, of_split + waiting_keys, rate);
       const double readers = std::min(work_tiles * splits, resident_ctas);
-      const double reading = is_only_reader ? reading_us(one, of_split, readers, gpu) : 0;
+      const double reading = is_only_reader ? reading_us(one, one.dtype, of_split, readers, gpu) : 0;
       const double together = std::max(products, reading) + kCard.not_overlapped * std::min(products, reading);
       return together + products_us(config, rows_used, overhead, rate);
     };

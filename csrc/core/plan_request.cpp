@@ -26,6 +26,18 @@ DType dtype_named(const std::string& given) {
   throw std::invalid_argument("flash_cute: dtype is " + given + "; expected fp16, bf16, tf32 or tf32x3");
 }
 
+void read_cache_dtype(JsonFields& in, Cache& cache) {
+  const std::string given = in.text("cache_dtype", "");
+  if (given.empty()) return;
+  cache.eight_bits = true;
+  for (const DType dtype : {DType::E4M3, DType::INT8}) {
+    cache.dtype = dtype;
+    if (given == name(dtype)) return;
+  }
+  throw std::invalid_argument("flash_cute: cache_dtype is " + given +
+                              "; expected e4m3 or int8, or nothing for a cache of dtype");
+}
+
 Op op_named(const std::string& given) {
   for (const Op op : {Op::Fwd, Op::Bwd, Op::Decode}) {
     if (given == name(op)) return op;
@@ -153,6 +165,7 @@ PlanRequest read_plan_request(const std::string& problem) {
     if (in.flag("rotary")) d.rotary.cos = &kPlaceholderIndex;
     if (in.flag("lengths")) d.cache.lengths = &kPlaceholderIndex;
     if (in.flag("leftpad")) d.cache.leftpad = &kPlaceholderIndex;
+    read_cache_dtype(in, d.cache);
     d.num_splits = size("num_splits", 0);
     d.split_size = size("split_size", 0);
     if (d.num_splits > 0 && d.split_size > 0) {

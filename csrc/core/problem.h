@@ -147,10 +147,20 @@ constexpr void clamp_lengths(FwdProblem& p) {
   p.seqlen_k = static_cast<int>(std::min<int64_t>(p.seqlen_k, p.total_k));
 }
 
+// What the numbers of K or V of an 8-bit cache are multiplied by, strides in elements.
+struct Descale {
+  const float* ptr = nullptr;  // [batch, h_k], or of rows [pages, page_size, h_k]; null: 1
+  bool of_rows = false;
+  int64_t batch = 0, row = 0, head = 0;  // batch: of sequences, or of pages
+};
+
 // A key/value cache, whose tensors are pages. Index tensors are unchecked device data: cached_seq.h clamps them.
 struct Cache {
   const int* lengths = nullptr;  // [batch], rows in use before the append; null: all
   const int* leftpad = nullptr;  // [batch], rows of padding at the start; may be null
+  bool eight_bits = false;  // of `dtype`; else of the problem's
+  DType dtype = DType::E4M3;
+  Descale k, v;
 };
 
 // New keys and values, which are appended to the cache.
@@ -187,8 +197,13 @@ struct DecodeProblem {
     return cache.lengths == nullptr && cache.leftpad == nullptr && fwd.dense() && added.cu == nullptr && fwd.batch > 0;
   }
 
+  constexpr DType cache_dtype() const { return cache.eight_bits ? cache.dtype : fwd.dtype; }
+
   // Whether head dims are multiples of 16 bytes; else keys are gathered for a kernel of forward.
-  constexpr bool whole_vectors() const { return fwd.head_dim % 8 == 0 && fwd.head_dim_v % 8 == 0; }
+  constexpr bool whole_vectors() const {
+    const int vector = cache.eight_bits ? 16 : 8;
+    return fwd.head_dim % vector == 0 && fwd.head_dim_v % vector == 0;
+  }
   // Whether decode kernels, which move 16-byte vectors, can read all tensors.
   constexpr bool has_vectors() const {
     return whole_vectors() && (fwd.q.vectors || rotary.cos != nullptr) && fwd.k.vectors && fwd.v.vectors;

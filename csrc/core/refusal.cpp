@@ -16,6 +16,22 @@ static bool lacks_vectors(const DecodeProblem& p) {
   return !p.has_vectors();
 }
 
+template <class P>
+static DType cache_dtype(const P& p) {
+  return forward_of(p).dtype;
+}
+
+static DType cache_dtype(const DecodeProblem& p) {
+  return p.cache_dtype();
+}
+
+// Whether the kernel reads, or the problem has, a cache of 8 bits that the other one does not have.
+template <class P>
+static bool differs_in_cache(const KernelConfig& config, const P& problem) {
+  const DType given = cache_dtype(problem);
+  return (config.widens_cache() || given != forward_of(problem).dtype) && config.cache != given;
+}
+
 // Whether tiles of tokens hold the query heads of a group, of which there are several.
 static bool packs_group(const KernelConfig& config, const FwdProblem& p) {
   return p.heads_k > 0 && p.heads > p.heads_k && p.heads / p.heads_k <= config.block_m;
@@ -33,6 +49,7 @@ static Refusal refusal_of_sizes(const KernelConfig& config, const Problem<op>& p
       .vectors = lacks_vectors(problem),
       .tiles = config.walks_lists() != forward.lists.on(),
       .group = config.packs_tokens() && !packs_group(config, forward),
+      .cache = differs_in_cache(config, problem),
   };
 }
 
@@ -63,8 +80,10 @@ void add_reason(std::string& reasons, const std::string& reason) {
   reasons += (reasons.empty() || reason.empty() ? "" : "; ") + reason;
 }
 
-std::string explain(const Refusal& refusal, const KernelConfig& config, const FwdProblem& problem,
+template <Op op>
+std::string explain(const Refusal& refusal, const KernelConfig& config, const Problem<op>& given,
                     const Device& device) {
+  const FwdProblem& problem = forward_of(given);
   const Family& family = family_of(config);
   auto number = [](int64_t value) { return std::to_string(value); };
   auto arch = [&](int capability) { return "sm_" + number(capability); };
@@ -94,14 +113,22 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Fw
   add(refusal.dropout, "has no dropout, or none with a window that is bounded to the left");
   add(refusal.splits, "splits keys by itself: does not support num_splits and split_size");
   add(refusal.fp32_gradients, "rounds gradients to the dtype of q, k and v; only Hopper's kernels write them in fp32");
-  add(refusal.vectors, "needs head dims that are multiples of 8, and vectors of 8 numbers on 16-byte boundaries");
+  const std::string vector = number(config.widens_cache() ? 16 : 8);
+  add(refusal.vectors, "needs head dims that are multiples of " + vector + ", and vectors of " + vector +
+                           " numbers on 16-byte boundaries");
   add(refusal.tiles, config.walks_lists() ? "for sparse calls (tile_lists), the call is not sparse"
                                           : "not for sparse calls (tile_lists), the call is sparse");
   add(refusal.group, "for 2 to " + number(config.block_m) + " query heads a kv head, the call has " +
                          number(problem.heads_k > 0 ? problem.heads / problem.heads_k : 0));
   add(refusal.lists,
       "deterministic over tile_lists only with tile_ranks and without a window that is bounded to the left");
+  add(refusal.cache, std::string("reads keys and values of ") + name(config.cache) + ", the call has " +
+                         name(cache_dtype(given)));
   return reasons;
 }
+
+template std::string explain<Op::Fwd>(const Refusal&, const KernelConfig&, const FwdProblem&, const Device&);
+template std::string explain<Op::Bwd>(const Refusal&, const KernelConfig&, const BwdProblem&, const Device&);
+template std::string explain<Op::Decode>(const Refusal&, const KernelConfig&, const DecodeProblem&, const Device&);
 
 }  // namespace flash_cute

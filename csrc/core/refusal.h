@@ -12,11 +12,11 @@ namespace flash_cute {
 struct Refusal {
   bool dtype = false, tier = false, head_dim = false, head_dim_v = false, gpu = false, shared_memory = false,
        tensor_map = false, empty_columns = false, pages = false, dropout = false, splits = false,
-       fp32_gradients = false, vectors = false, tiles = false, lists = false, group = false;
+       fp32_gradients = false, vectors = false, tiles = false, lists = false, group = false, cache = false;
 
   bool any() const {
     return dtype || tier || head_dim || head_dim_v || gpu || shared_memory || tensor_map || empty_columns || pages ||
-           dropout || splits || fp32_gradients || vectors || tiles || lists || group;
+           dropout || splits || fp32_gradients || vectors || tiles || lists || group || cache;
   }
 };
 
@@ -28,7 +28,8 @@ template <Op op>
 bool fits(const KernelConfig& config, const Problem<op>& problem, const Device& device);
 
 // The reasons as text, with what the kernel needs and what the problem has. Empty if there is none.
-std::string explain(const Refusal& refusal, const KernelConfig& config, const FwdProblem& problem,
+template <Op op>
+std::string explain(const Refusal& refusal, const KernelConfig& config, const Problem<op>& problem,
                     const Device& device);
 
 // The reason of a kernel that is not in this build, for any problem.

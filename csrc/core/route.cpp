@@ -37,7 +37,7 @@ struct RouteChooser {
   template <Op op>
   void add_reasons(NoKernel& none, const Problem<op>& problem) const {
     for (const KernelConfig* kernel : kernels.of<op>()) {
-      none.add(*kernel, explain(refusal<op>(*kernel, problem, gpu), *kernel, forward_of(problem), gpu),
+      none.add(*kernel, explain<op>(refusal<op>(*kernel, problem, gpu), *kernel, problem, gpu),
                beyond_limit<op>(*kernel, problem, gpu));
     }
   }
@@ -105,7 +105,7 @@ template const KernelConfig* find_kernel<Op::Bwd>(const Kernels&, const BwdProbl
 template const KernelConfig* find_kernel<Op::Decode>(const Kernels&, const DecodeProblem&, const Device&, bool);
 
 bool may_be_forward(const DecodeProblem& p) {
-  return p.cache.leftpad == nullptr && p.even_splits();
+  return p.cache.leftpad == nullptr && p.even_splits() && !p.cache.eight_bits;
 }
 
 CacheKernels find_cache_kernels(const Kernels& kernels, const DecodeProblem& p, const Device& gpu) {
@@ -149,7 +149,7 @@ Route choose_route(const Kernels& kernels, const DecodeProblem& problem, const D
   const RouteChooser chooser{kernels, gpu, &problem};
   Route route;
   route.append = problem.appends();
-  if (problem.whole_vectors()) {
+  if (problem.whole_vectors() || problem.cache.eight_bits) {
     chooser.add_cached(route, problem);
   } else {
     chooser.add_gathered(route, problem.fwd, problem.fwd.seqlen_k);

@@ -69,7 +69,7 @@ struct CacheKernels {
 CacheKernels find_cache_kernels(const Kernels& kernels, const DecodeProblem& problem, const Device& gpu);
 
 // Whether a kernel of forward may read the cache. If the caller gives num_splits or split_size only decode may: results
-// must not depend on the batch.
+// must not depend on the batch. Nor does forward read 8 bits.
 bool may_be_forward(const DecodeProblem& problem);
 
 // Whether kernels over a cache can read packed sequences over pages in place.

@@ -39,8 +39,7 @@ struct Candidates {
   void judge(std::vector<Verdict>& all, const std::string& best_is_not_taken) const {
     const KernelConfig* const fastest = measured ? calibrated<op>(problem, request.gpu) : nullptr;
     for (const KernelConfig* kernel : all_kernels().of<op>()) {
-      std::string refused =
-          explain(refusal<op>(*kernel, problem, request.gpu), *kernel, forward_of(problem), request.gpu);
+      std::string refused = explain<op>(refusal<op>(*kernel, problem, request.gpu), *kernel, problem, request.gpu);
       if (request.built_only && !is_built(*kernel)) add_reason(refused, kNotBuilt);
       add_reason(refused, beyond_limit<op>(*kernel, problem, request.gpu));
       if (!refused.empty() && fastest != nullptr && same_kernel(*kernel, *fastest)) {
@@ -93,7 +92,8 @@ std::vector<Verdict> verdicts(const PlanRequest& request) {
     Candidates<Op::Bwd>(request, request.bwd, true).judge(all, "");
   } else if (request.op == Op::Decode) {
     judge_over_cache(all, request, request.decode);
-    if (!request.decode.whole_vectors()) judge_gathered(all, request, request.decode.fwd, request.decode.fwd.seqlen_k);
+    const bool gathers = !request.decode.whole_vectors() && !request.decode.cache.eight_bits;
+    if (gathers) judge_gathered(all, request, request.decode.fwd, request.decode.fwd.seqlen_k);
   } else if (request.fwd().pages.ids == nullptr) {
     Candidates<Op::Fwd>(request, request.fwd(), true).judge(all, "");
   } else {

@@ -16,9 +16,9 @@ inline double products_us(const KernelConfig& config, double rows, double keys, 
   return rows * keys * 2 * (config.head_dim + config.head_dim_v) * kCard.sms / (rate * 1e6);
 }
 
-// Microseconds in which each of so many SMs reads so many keys and values of its own from memory.
-inline double reading_us(const FwdProblem& p, double keys, double sms, const Device& gpu) {
-  const double bytes = keys * (p.head_dim + p.head_dim_v) * element_bytes(p.dtype);
+// Microseconds in which each of so many SMs reads so many keys and values of its own, of this dtype, from memory.
+inline double reading_us(const FwdProblem& p, DType stored, double keys, double sms, const Device& gpu) {
+  const double bytes = keys * (p.head_dim + p.head_dim_v) * element_bytes(stored);
   return bytes / (1e3 * std::min(kCard.read * gpu.memory_gb_s / sms, kCard.sm_gb_s));
 }
 

@@ -34,6 +34,8 @@ cudaError_t with_element(DType dtype, F f) {
       return f(ElementOf<DType::BF16>{});
     case DType::TF32:
     case DType::TF32x3:
+    case DType::E4M3:
+    case DType::INT8:
       break;
   }
   return cudaErrorInvalidValue;

@@ -33,7 +33,7 @@ template <KernelConfig C, class Storage, class Loader>
 CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& storage, Loader& loader,
                         const typename DecodeTraits<C>::Element* shared_q, int team, int thread, int& stage) {
   using T = DecodeTraits<C>;
-  using Element = typename T::Element;
+  using Operand = ElementOf<T::kOperand>;
   const FwdProblem& f = p.fwd;
   const SeqInfo& seq = split.seq;
   auto team_sync = [&] {
@@ -50,7 +50,13 @@ CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& st
   const typename T::OperandV v(storage.kv[0][team].v, 0);
   Tensor tOrO = partition_fragment_C(mma, Shape<Int<C.block_m>, Int<C.head_dim_v>>{});  // (MMA,MMA_M,MMA_DV)
   clear(tOrO);
-  Tensor output = rows_and_columns(tOrO);  // (rows,dims)
+  Tensor output = [&] {
+    if constexpr (C.widens_cache()) {
+      return columns_in_order(tOrO);
+    } else {
+      return rows_and_columns(tOrO);
+    }
+  }();  // (rows,dims)
   Tensor tScS = mma.get_slice(thread).partition_C(make_identity_tensor(Shape<Int<C.block_m>, Int<T::kKeys>>{}));
   Tensor at = rows_and_columns(tScS);  // (rows,columns) -> (row, column) of the tile
   constexpr int kRows = decltype(size<0>(at))::value;
@@ -63,15 +69,17 @@ CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& st
       KvTilesOf<C, T::kKeys>::of(f, seq, {queries.first, split.head_k, split.b}, queries.last - queries.first);
   int query[kRows];
   float slope[kRows];
+  [[maybe_unused]] Descaling<kRows> descaling(p, split.b, split.head_k);
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
     const Row row(p, split, get<0>(at(r, 0)));
     query[r] = row.query;
     slope[r] = slope_of(f.rules, split.b, row.head);
+    if constexpr (C.widens_cache()) descaling.begin_row(r, storage.query_factors[get<0>(at(r, 0))]);
   }
 
   Tensor factors = make_tensor<float>(Shape<Int<kRows>, _1>{});
-  Tensor rQ = make_tensor<Element>(Shape<Shape<_2, _2, _2>, _1, Int<T::kSlots>>{});  // (MMA,MMA_M,slot)
+  Tensor rQ = make_tensor<Operand>(Shape<Shape<_2, _2, _2>, _1, Int<T::kSlots>>{});  // (MMA,MMA_M,slot)
   auto read_q = [&](int step) { q.load(&recast<uint32_t>(rQ)(0, 0, step % T::kSlots), step, 0); };
   CUTE_UNROLL
   for (int step = 0; T::kKeepsQ && step < T::kSteps; ++step) read_q(step);
@@ -95,6 +103,8 @@ CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& st
       return rQ(_, _, step % T::kSlots);
     };
     gemm_registers(mma, tSrS, queries_of, k.at(stage * T::kStageBytes));
+    [[maybe_unused]] auto& of_tile = storage.kv[stage][team];
+    if constexpr (C.widens_cache()) descaling.scale_scores(scores, of_tile.k_descale + first_column);
     if (f.rules.alibi == nullptr) {  // a branch in apply_rules() alone would cost registers
       mod.apply<false>(scores);
     } else {
@@ -112,16 +122,24 @@ CUTE_DEVICE void attend(const DecodeParams& p, const KvSplit& split, Storage& st
         for (int c = 0; c < size<1>(output); ++c) output(r, c) *= factors(r, 0);
       }
     }
+    if constexpr (C.widens_cache()) descaling.begin_tile(output, of_tile.v_descale + first_column, T::kKeys);
     Tensor rP = as_operand_a(tSrS);  // (MMA,MMA_M,MMA_N/2)
     auto weights = [&](int step) {
       softmax.exponentiate(scores, 4 * step, 4 * step + 4);
-      return converted<Element>(rP(_, _, step));
+      if constexpr (C.widens_cache()) {
+        descaling.scale_weights(scores, 4 * step, 4 * step + 4, of_tile.v_descale + first_column);
+      }
+      return converted<Operand>(rP(_, _, step));
     };
     gemm_registers(mma, tOrO, weights, v.at(stage * T::kStageBytes));
     before = stage;
     stage = stage == C.stages - 1 ? 0 : stage + 1;
   }
 
+  if constexpr (C.widens_cache()) {
+    CUTE_UNROLL
+    for (int i = 0; i < size(output); ++i) output(i) *= descaling.of_outputs();
+  }
   if constexpr (T::kTeams == 1) {
     store_rows<C>(p, split, output, softmax, at);
   } else {

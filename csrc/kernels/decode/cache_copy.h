@@ -9,18 +9,19 @@ namespace flash_cute::decode {
 using namespace ampere;
 
 // kThreads threads copy kKeys keys and values at a time. Rows that no query sees, and those of pages that do not exist,
-// become zeros.
+// become zeros. Elements have 16 or 8 bits.
 template <class Element, int kThreads, int kKeys, int kCols, int kColsV>
 class CacheCopy {
  public:
-  // Tiles go to `k` and `v`; consecutive tiles of a sequence start `step` rows apart.
-  CUTE_DEVICE CacheCopy(const DecodeParams& p, int step, Element* k, Element* v, int thread)
+  // Tiles go to `tile` and to later stages; consecutive tiles of a sequence start `step` rows apart.
+  template <class Tile>
+  CUTE_DEVICE CacheCopy(const DecodeParams& p, int step, Tile& tile, int thread)
       : p_(p),
         step_(step),
         thread_(thread),
         policy_(l2_policy(p.l2_fraction)),
-        k_(p.fwd.head_dim, k, thread),
-        v_(p.fwd.head_dim_v, v, thread) {}
+        k_(p.fwd.head_dim, tile.k, thread),
+        v_(p.fwd.head_dim_v, tile.v, thread) {}
 
   // Moves to a head of sequence b, at row `row` of its pages. Only rows of `visible` are copied.
   CUTE_DEVICE void begin(int b, int head, RowSpan visible, int row) {
@@ -57,11 +58,13 @@ class CacheCopy {
     find_pages();
   }
 
- private:
+ protected:
+  static constexpr int kBytes = sizeof(Element), kVector = 16 / kBytes;  // of an element; elements of 16 bytes
+
   // The threads' layout on a tile: a row of them spans an atom's vectors.
   template <int kWidth>
   struct Threads {
-    static constexpr int kAtom = atom_columns(kWidth, kElementBytes);
+    static constexpr int kAtom = atom_columns(kWidth, kBytes);
     static constexpr int kAcross = kAtom / kVector;
     static constexpr int kDown = kThreads / kAcross;
     static CUTE_DEVICE int row(int thread) { return thread / kAcross; }
@@ -74,7 +77,7 @@ class CacheCopy {
   static constexpr int kChunks = kKeys / kChunk, kRows = kChunk / T::kDown;  // rows of a thread in a chunk
   static_assert(T::kDown == TV::kDown, "a thread has the same rows of K and V");
   static_assert(kKeys % kChunk == 0 && kLanes % kChunks == 0 &&
-                (T::kDown % 8 == 0 || (T::kDown == 4 && T::kAtom == 64)));
+                (T::kDown % 8 == 0 || (T::kDown == 4 && T::kAtom * kBytes == 128)));
 
   struct PageRow {
     int page;  // -1: none
@@ -85,7 +88,8 @@ class CacheCopy {
   template <int kWidth>
   struct Side {
     using Of = Threads<kWidth>;
-    static constexpr int kRowBytes = Of::kAtom * int(sizeof(Element));
+    static constexpr int kRowBytes = Of::kAtom * kBytes;
+    static constexpr int kOf16 = kElementBytes / kBytes;  // elements of a 16-bit one, whose layout tiles have
 
     const Element* global;  // this thread's first vector in a tile that starts at row 0 of page 0
     int cols;  // columns from there on
@@ -93,7 +97,8 @@ class CacheCopy {
 
     CUTE_DEVICE Side(int head_dim, Element* tile, int thread)
         : cols(head_dim - Of::col(thread)),
-          shared(pin(cast_smem_ptr_to_uint(tile + SharedLayout<kKeys, kWidth>{}(Of::row(thread), Of::col(thread))))) {}
+          shared(pin(cast_smem_ptr_to_uint(
+              tile + kOf16 * SharedLayout<kKeys, kWidth / kOf16>{}(Of::row(thread), Of::col(thread) / kOf16)))) {}
 
     CUTE_DEVICE void begin(const TensorView& m, int head, int thread) {
       global = static_cast<const Element*>(m.ptr) + head * m.head + Of::row(thread) * m.row + Of::col(thread);
@@ -106,7 +111,7 @@ class CacheCopy {
       CUTE_UNROLL
       for (int i = first; i < first + kCount; ++i) {
         // Four rows further, the swizzle flips another bit.
-        const uint32_t to = (shared ^ (i * Of::kDown % 8 * kVector * uint32_t(sizeof(Element)))) + bytes;
+        const uint32_t to = (shared ^ (i * Of::kDown % 8 * uint32_t(kVector * kBytes))) + bytes;
         CUTE_UNROLL
         for (int j = 0; j < kWidth / Of::kAtom; ++j) {
           const bool there = from.page >= 0 && j * Of::kAtom < cols;

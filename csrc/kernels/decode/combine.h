@@ -104,11 +104,33 @@ class TeamMerge {
   const RowDestination<C> first_;
 };
 
-// With one team: normalizes its output (rows,dims) at coordinates `at` and stores it directly.
+// A thread's columns of an output (rows,dims): kNeighbours consecutive ones in each kDistance.
+template <KernelConfig C>
+struct OutputColumns {
+  static constexpr int kNeighbours = DecodeTraits<C>::OfCache::kNeighbours, kDistance = 4 * kNeighbours;
+
+  // The first one, of a thread whose first column of scores, of which it has two neighbours, is this one.
+  CUTE_DEVICE static int first(int of_scores) { return of_scores / 2 * kNeighbours; }
+
+  // From the first one to the c-th, the first of some neighbours.
+  CUTE_HOST_DEVICE static constexpr int offset(int c) { return c / kNeighbours * kDistance; }
+
+  // The neighbours from the c-th on.
+  template <class Output>
+  CUTE_DEVICE static auto at(const Output& output, int r, int c) {
+    cutlass::AlignedArray<float, kNeighbours> x;
+    CUTE_UNROLL
+    for (int i = 0; i < kNeighbours; ++i) x[i] = output(r, c + i);
+    return x;
+  }
+};
+
+// With one team: normalizes its output (rows,dims) at coordinates `at` of scores and stores it directly.
 template <KernelConfig C, class Output, class Softmax, class Coordinates>
 CUTE_DEVICE void store_rows(const DecodeParams& p, const KvSplit& split, Output& output, Softmax& softmax,
                             const Coordinates& at) {
-  const int first_column = get<1>(at(0, 0));
+  using Columns = OutputColumns<C>;
+  const int first_column = Columns::first(get<1>(at(0, 0)));
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
     const RowDestination<C> row(p, split, get<0>(at(r, 0)), split.all.count == 1);
@@ -118,11 +140,9 @@ CUTE_DEVICE void store_rows(const DecodeParams& p, const KvSplit& split, Output&
     if (first_column == 0) *row.lse = total.lse;
     row.visit([&](auto* to) {
       CUTE_UNROLL
-      for (int c = 0; c < size<1>(output); c += 2) {
-        const int column = first_column + column_offset(c);
-        if (column < p.fwd.head_dim_v) {
-          store(to + column, cutlass::Array<float, 2>{output(r, c), output(r, c + 1)});
-        }
+      for (int c = 0; c < size<1>(output); c += Columns::kNeighbours) {
+        const int column = first_column + Columns::offset(c);
+        if (column < p.fwd.head_dim_v) store(to + column, Columns::at(output, r, c));
       }
     });
   }
@@ -132,21 +152,24 @@ CUTE_DEVICE void store_rows(const DecodeParams& p, const KvSplit& split, Output&
 template <KernelConfig C, class Storage, class Output, class Softmax, class Coordinates>
 CUTE_DEVICE void share_rows(Storage& storage, int stage, int team, int rows, const Output& output, Softmax& softmax,
                             const Coordinates& at) {
+  using Columns = OutputColumns<C>;
   float* const results = storage.kv[stage][team].results();
-  const int first_column = get<1>(at(0, 0));
+  const int first_column = Columns::first(get<1>(at(0, 0)));
   CUTE_UNROLL
   for (int r = 0; r < size<0>(output); ++r) {
     const RowSum sum = softmax.sum(r);
     const int row = get<0>(at(r, 0));
     if (row >= rows) continue;
     if (first_column == 0) storage.sums[row][team] = sum;
-    constexpr int kBases = 4;  // columns a multiple of 32 apart keep that distance in shared memory
+    // Columns a multiple of 32 apart keep that distance in shared memory.
+    constexpr int kNeighbours = Columns::kNeighbours, kBases = 32 / Columns::kDistance;
     CUTE_UNROLL
     for (int base = 0; base < kBases; ++base) {
-      float* const to = results + row * C.head_dim_v + result_column(row, first_column + 8 * base);
+      float* const to = results + row * C.head_dim_v + result_column(row, first_column + Columns::kDistance * base);
       CUTE_UNROLL
-      for (int c = 2 * base; c < size<1>(output); c += 2 * kBases) {
-        *reinterpret_cast<float2*>(to + column_offset(c - 2 * base)) = make_float2(output(r, c), output(r, c + 1));
+      for (int c = kNeighbours * base; c < size<1>(output); c += kNeighbours * kBases) {
+        const auto x = Columns::at(output, r, c);
+        *reinterpret_cast<cutlass::AlignedArray<float, kNeighbours>*>(to + Columns::offset(c - kNeighbours * base)) = x;
       }
     }
   }

@@ -74,7 +74,8 @@ struct PrefetchDepth {
 // late writes of the previous kernel go through L2, too, and prefetching a wrong page does no harm.
 template <int kMost, KernelConfig C>
 CUTE_DEVICE void prefetch_kv_l2(const DecodeParams& p, const VisibleSplit& fed, int blocks = kMost) {
-  constexpr int kLine = 64, kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
+  constexpr int kBytes = element_bytes(C.cache);
+  constexpr int kLine = std::min(128 / kBytes, C.head_dim), kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
   constexpr int kLoads = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
   static_assert(C.head_dim == C.head_dim_v);
   const KvSplit& split = fed.split;
@@ -99,8 +100,8 @@ CUTE_DEVICE void prefetch_kv_l2(const DecodeParams& p, const VisibleSplit& fed, 
     if (page[i] < 0 || page[i] >= pages.count) continue;
     const int row = row_of(i), row_of_page = row - p.page_size.div(row) * p.page_size.value;
     auto expect = [&](const TensorView& m) {
-      const auto* head = static_cast<const typename DecodeTraits<C>::Element*>(m.ptr) + split.head_k * m.head;
-      asm volatile("prefetch.global.L2 [%0];" ::"l"(head + page[i] * m.batch + row_of_page * m.row + col));
+      const auto* head = static_cast<const char*>(m.ptr) + split.head_k * m.head * kBytes;
+      asm volatile("prefetch.global.L2 [%0];" ::"l"(head + (page[i] * m.batch + row_of_page * m.row + col) * kBytes));
     };
     if (col < p.fwd.head_dim) expect(p.fwd.k);
     if (col < p.fwd.head_dim_v) expect(p.fwd.v);
@@ -114,7 +115,7 @@ class KvLoader {
 
  public:
   CUTE_DEVICE KvLoader(const DecodeParams& p, typename T::Storage& storage, int team, int thread)
-      : copy_(p, C.block_n, storage.kv[0][team].k, storage.kv[0][team].v, thread),
+      : copy_(p, C.block_n, storage.kv[0][team], thread),
         splits_(storage.splits),
         first_key_(team * T::kKeys) {}
 

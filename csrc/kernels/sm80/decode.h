@@ -81,6 +81,11 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
     if (split.quanta == 0) return;
     load_queries<C>(p, storage.splits[(n + 1) % T::kDescribed].split, storage.q[(n + 1) % 2]);
     describe((n + T::kDescribed - 1) % T::kDescribed);
+    if constexpr (C.widens_cache()) {
+      prepare_queries<C>(storage.q[n % 2], storage.query_factors);
+      // After this barrier Q in f16 and its factors are visible to all.
+      __syncthreads();
+    }
     attend<C>(p, split, storage, loader, storage.q[n % 2], team, thread, stage);
     // Q of the next split was loaded with the first tile requested in this one. In a short split no wait has covered
     // that tile yet.

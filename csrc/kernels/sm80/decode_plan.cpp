@@ -75,7 +75,7 @@ double Sm80Family::decode_cost(const KernelConfig& config, const DecodeProblem& 
       static_cast<double>((rows + config.block_m - 1) / config.block_m * problem.heads_k * problem.batch);
   const DecodeSpeed& speed = speed_of(config, config.ctas > 1 && fit_at_once(config, gpu));
   const double keys = tiles * expected_keys(p, false);
-  const double reading = speed.read * reading_us(problem, keys / gpu.sms, gpu.sms, gpu);
+  const double reading = speed.read * reading_us(problem, p.cache_dtype(), keys / gpu.sms, gpu.sms, gpu);
   const double products = products_us(config, config.block_m, keys, speed.rate) / gpu.sms;
   const double known = p.is_uniform() ? kCard.decode.scheduling_us : 0;
   const double merging = kCard.decode.many_splits * tiles <= gpu.sms ? kCard.decode.many_splits_us : 0;

@@ -7,7 +7,7 @@
 
 namespace flash_cute::sm80 {
 
-constexpr int kDecodeBookkeeping = 3072;  // bytes of split descriptions and of row sums
+constexpr int kDecodeBookkeeping = 3072;  // bytes of split descriptions, of row sums and of queries' factors
 
 // Backward: a warp owns 32 keys and all columns of their dK and dV; else warps share every product.
 constexpr bool whole_keys(const KernelConfig& c) {
@@ -17,7 +17,8 @@ constexpr bool whole_keys(const KernelConfig& c) {
 // Bytes of shared memory of a CTA; kernels assert that their storage is no larger.
 constexpr int smem_bytes(const KernelConfig& c) {
   const int element = element_bytes(c.dtype);
-  const int keys = c.block_n * (c.head_dim + c.head_dim_v) * element;  // of a tile, and values
+  const int keys = c.block_n * (c.head_dim + c.head_dim_v) * element_bytes(c.cache);  // of a tile, and values
+  const int descales = c.widens_cache() ? 2 * c.block_n * static_cast<int>(sizeof(float)) : 0;  // of both
   switch (c.op) {
     case Op::Fwd:
       return c.block_m * std::max(c.head_dim, c.head_dim_v) * element + c.stages * keys;
@@ -28,7 +29,7 @@ constexpr int smem_bytes(const KernelConfig& c) {
       return keys + c.stages * queries + score_tiles * c.block_m * c.block_n * element;
     }
     case Op::Decode:
-      return 2 * c.block_m * c.head_dim * element + c.stages * keys + kDecodeBookkeeping;
+      return 2 * c.block_m * c.head_dim * element + c.stages * (keys + descales) + kDecodeBookkeeping;
   }
   return 0;
 }

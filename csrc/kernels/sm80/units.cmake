@@ -4,3 +4,9 @@
 if(row MATCHES "TileKind::List")
   string(APPEND unit "_list")
 endif()
+
+# And those of caches of 8 bits.
+if(row MATCHES "DType::([A-Z0-9]+)")
+  string(TOLOWER "${CMAKE_MATCH_1}" cache)
+  string(APPEND unit "_${cache}")
+endif()

@@ -22,7 +22,7 @@ template <KernelConfig C>
 struct DecodeTraits : flash_cute::decode::DecodeTraits<C> {
   using Base = flash_cute::decode::DecodeTraits<C>;
 
-  struct Storage {
+  struct Storage : Base::OfCache::QueryFactors {
     alignas(128) typename Base::Element q[C.block_m * C.head_dim];
     typename Base::Tile kv[C.stages][Base::kTeams];
     alignas(16) RowSum sums[C.block_m][Base::kTeams];
@@ -84,7 +84,7 @@ class SplitLoader {
  public:
   CUTE_DEVICE SplitLoader(const DecodeParams& p, typename T::Storage& storage, const decode::VisibleSplit& chunk,
                           int team, int thread)
-      : copy_(p, C.block_n, storage.kv[0][team].k, storage.kv[0][team].v, thread),
+      : copy_(p, C.block_n, storage.kv[0][team], thread),
         left_(chunk.split.last - chunk.split.first) {
     const auto& [split, keys] = chunk;
     const int row = static_cast<int>(split.seq.k.offset);  // of key 0
@@ -237,6 +237,11 @@ __global__ void __launch_bounds__(C.threads(), C.ctas) decode(const __grid_const
   cp_async_wait<C.stages - 2>();
   // After this barrier Q is visible to all.
   __syncthreads();
+  if constexpr (C.widens_cache()) {
+    decode::prepare_queries<C>(storage.q, storage.query_factors);
+    // After this barrier so is Q in f16, and its factors.
+    __syncthreads();
+  }
   int stage = 0;
   decode::attend<C>(p, split, storage, loader, storage.q, team, thread, stage);
   stage = stage == 0 ? C.stages - 1 : stage - 1;

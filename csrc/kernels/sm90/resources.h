@@ -11,7 +11,7 @@ constexpr int kMostSharedMemory = 227 * 1024;  // bytes of a CTA
 constexpr int kBookkeeping = 1024;             // bytes of barriers and work descriptions
 constexpr int kSwizzled = 1024;                // alignment of swizzled tiles
 constexpr int kListedSteps = 1024;             // bytes of the steps of a sparse backward
-constexpr int kDecodeBookkeeping = 3072;       // bytes of split descriptions and of row sums
+constexpr int kDecodeBookkeeping = 3072;       // bytes of split descriptions, of row sums and of queries' factors
 
 // Forward: an extra warpgroup generates the dropout mask. Only with two consumer warpgroups: a third leaves no
 // registers, and O must take fewer than the 128 registers of kernel start.
@@ -58,7 +58,12 @@ constexpr bool alternates_dq(const KernelConfig& c) {
 
 // Bytes of a tile of K and one of V.
 constexpr int bytes_of_keys(const KernelConfig& c) {
-  return c.block_n * (c.head_dim + c.head_dim_v) * element_bytes(c.dtype);
+  return c.block_n * (c.head_dim + c.head_dim_v) * element_bytes(c.cache);
+}
+
+// Decode: bytes of the descales of a tile's keys and values.
+constexpr int bytes_of_descales(const KernelConfig& c) {
+  return c.widens_cache() ? 2 * c.block_n * static_cast<int>(sizeof(float)) : 0;
 }
 
 constexpr int forward_bytes(const KernelConfig& c, int buffers_q, bool room_for_output) {
@@ -78,7 +83,7 @@ constexpr bool own_output(const KernelConfig& c) {
 constexpr int decode_bytes(const KernelConfig& c) {
   const int q = c.block_m * c.head_dim * element_bytes(c.dtype);
   const int outputs = 2 * c.block_m * c.head_dim_v * static_cast<int>(sizeof(float));
-  return q + outputs + c.stages * bytes_of_keys(c) + kDecodeBookkeeping;
+  return q + outputs + c.stages * (bytes_of_keys(c) + bytes_of_descales(c)) + kDecodeBookkeeping;
 }
 
 constexpr int backward_bytes(const KernelConfig& c) {

@@ -13,3 +13,9 @@ endif()
 if(op STREQUAL "fwd" AND block_n MATCHES "^(80|96)$")
   set(definitions CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
 endif()
+
+# And those of caches of 8 bits.
+if(row MATCHES "DType::([A-Z0-9]+)")
+  string(TOLOWER "${CMAKE_MATCH_1}" cache)
+  string(APPEND unit "_${cache}")
+endif()
