@@ -36,7 +36,7 @@ _CONFIG = re.compile(r"KernelConfig\{([^}]*)\}")
 _NUMBER = re.compile(r"(?:\([^)]*\))?(-?\d+)")
 _OPS, _DTYPES, _TIERS, _TILES = (
     ("fwd", "bwd", "decode"),
-    ("fp16", "bf16", "tf32", "tf32x3"),
+    ("fp16", "bf16", "tf32", "tf32x3", "e4m3", "int8"),
     ("plain", "rich"),
     ("", "_list", "_tokens"),
 )
@@ -142,9 +142,11 @@ def kernel_name(name: str) -> str:
         return renamed(function)
     op, arch, dtype, tier, *rest = (int(x) for x in _NUMBER.findall(found[1]))
     dims, (m, n, stages, warps, ctas), cluster, tiles = rest[:2], rest[2:7], rest[7:8], rest[8:9]
+    cache = rest[9] if rest[9:] else dtype
     kind = f"{_OPS[op]}_sm{arch}_{_DTYPES[dtype]}_{_TIERS[tier]}_d{dims[0]}x{dims[1]}"
     suffix = f"_x{cluster[0]}" if arch == 90 and cluster else ""
-    return f"{kind}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}{_TILES[tiles[0] if tiles else 0]}"
+    suffix += _TILES[tiles[0] if tiles else 0] + (f"_{_DTYPES[cache]}" if cache != dtype else "")
+    return f"{kind}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}"
 
 
 def renamed(function: str) -> str:

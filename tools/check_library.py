@@ -28,10 +28,11 @@ def config_ids(text: str) -> set[str]:
     ids = set()
     for row in re.findall(r"^KERNEL\(([^)]*)\)", text, re.MULTILINE):
         op, arch, dtype, tier, *numbers = (field.strip() for field in row.split(","))
-        head_dim, head_dim_v, m, n, stages, warps, ctas, cluster, *tiles = numbers
+        head_dim, head_dim_v, m, n, stages, warps, ctas, cluster, *kinds = numbers
         kind = f"{op}_{arch}_{dtype}_{tier}".lower()
         suffix = f"_x{cluster}" if int(arch[2:]) >= 90 else ""
-        suffix += "".join(f"_{kind.removeprefix('TileKind::').lower()}" for kind in tiles)
+        names = (kind.partition("::")[2].lower() for kind in kinds if kind != "TileKind::Interval")
+        suffix += "".join(f"_{name}" for name in names)
         ids.add(f"{kind}_d{head_dim}x{head_dim_v}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}")
     return ids
 

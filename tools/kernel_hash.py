@@ -27,12 +27,13 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "benchmarks" / "results" / "gpu_check.json"
 PASSES = "passes"  # the id of all kernels that have none of their own
 
-_OPS, _DTYPES = ("fwd", "bwd", "decode"), ("fp16", "bf16", "tf32", "tf32x3")
+_OPS = ("fwd", "bwd", "decode")
+_DTYPES = ("fp16", "bf16", "tf32", "tf32x3", "e4m3", "int8")
 _TIERS = ("plain", "rich")
-# As C++ mangles the argument KernelConfig{Op, Arch, DType, Tier, 8 integers, TileKind}; a 0 at the
-# end may be left out.
+# As C++ mangles the argument KernelConfig{Op, Arch, DType, Tier, 8 integers, TileKind, DType}; zeros
+# at the end may be left out.
 _CONFIG = re.compile(
-    r"12KernelConfig" + r"L\w*?E(\d+)E" * 4 + r"Li(\d+)E" * 8 + r"(?:L\w*?TileKindE(\d+)E)?"
+    r"12KernelConfig" + r"L\w*?E(\d+)E" * 4 + r"Li(\d+)E" * 8 + r"(?:L\w*?TileKindE(\d+)E(?:L\w*?_(\d+)E)?)?"
 )
 # FlashForwardKernelConfig{DType, 12 numbers}; those that are 0 at the end are left out.
 _LAB_CONFIG = re.compile(r"24FlashForwardKernelConfigL\w*?E(\d+)E((?:L[ib]\d+E)*)")
@@ -166,10 +167,13 @@ def kernel_id(symbol: str) -> str:
     match = _CONFIG.search(symbol)
     if match is None:
         return PASSES
-    op, arch, dtype, tier, *numbers, cluster, tiles = (int(x or 0) for x in match.groups())
+    *given, of_cache = match.groups()
+    op, arch, dtype, tier, *numbers, cluster, tiles = (int(x or 0) for x in given)
+    cache = dtype if of_cache is None else int(of_cache)
     dim, dim_v, m, n, stages, warps, ctas = numbers
     kind = f"{_OPS[op]}_sm{arch}_{_DTYPES[dtype]}_{_TIERS[tier]}_d{dim}x{dim_v}"
     suffix = (f"_x{cluster}" if arch >= 90 else "") + ("", "_list", "_tokens")[tiles]
+    suffix += "" if cache == dtype else f"_{_DTYPES[cache]}"
     return f"{kind}_m{m}_n{n}_s{stages}_w{warps}_c{ctas}{suffix}"
 
 

@@ -35,6 +35,7 @@ JsonObject describe(const KernelConfig& config) {
       .text("tiles", config.walks_lists()    ? "list"
                      : config.packs_tokens() ? "tokens"
                                              : "interval")
+      .text("cache", name(config.cache))
       .integer("smem_bytes", family_of(config).smem_bytes(config));
 }
 

@@ -21,17 +21,19 @@ from torch import Tensor
 
 from flash_cute import ops
 from flash_cute.call.fp8 import Descale, of_rows
-from flash_cute.call.sizes import batch_of
+from flash_cute.call.sizes import batch_of, longest_queries
 from flash_cute.call.validate import kvcache as validate_kvcache
+from flash_cute.call.validate import ops as validate_ops
 from flash_cute.cpu.kvcache import Rotary
 from flash_cute.functional import sparse_kvcache
 from flash_cute.functional.cache_rows import Rows, capacity, keys_before
 from flash_cute.functional.cache_status import Places
 from flash_cute.functional.run import run_kvcache
-from flash_cute.kernels import plan_log
+from flash_cute.kernels import plan_log, support
 from flash_cute.ops.typed import AttendKvcacheCall, AttendQuantizedKvcacheCall, FwdKvcacheCall
 from flash_cute.sparse.value import Sparse
 
+MOST_ROWS = 64  # of queries a kv head, for which kernels read 8 bits
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
@@ -64,7 +66,28 @@ def copied_because(call: FwdKvcacheCall, sparse: Sparse | None) -> str:
     """Why the caches of a valid call are copied to q's dtype; empty if the op reads them."""
     if sparse is not None:
         return "where sparse= names the keys"
-    return "on CUDA" if call.q.is_cuda else ""
+    return _copied_on_cuda(call) if call.q.is_cuda else ""
+
+
+def _copied_on_cuda(call: FwdKvcacheCall) -> str:
+    """The same of a call on CUDA that is not sparse."""
+    q, caches = call.q, (call.k_cache, call.v_cache)
+    dims = (q.shape[-1], call.v_cache.shape[-1])
+    if longest_queries(call) * (q.shape[-2] // call.k_cache.shape[-2]) > MOST_ROWS:
+        return f"on CUDA for more than {MOST_ROWS} rows of queries a kv head"
+    if any(dim % 16 for dim in dims) or not all(map(_is_aligned, caches)):
+        return "on CUDA but in rows that are multiples of 16 bytes and begin on their boundaries"
+    if not support.reads_eight_bits(q.dtype, call.k_cache.dtype, dims, q.get_device()):
+        return f"on this GPU of head dims {dims[0]} and {dims[1]}"
+    return ""
+
+
+def _is_aligned(cache: Tensor) -> bool:
+    """Whether rows of heads begin on 16-byte boundaries; in a graph an address is the kernel's to
+    refuse."""
+    steps = [step for n, step in zip(cache.shape[:-1], cache.stride(), strict=False) if n > 1]
+    begins = 0 if torch.compiler.is_compiling() else validate_ops.address(cache) or 0
+    return not any(at % 16 for at in (begins, *steps))
 
 
 def _attend_in_8_bits(

@@ -33,6 +33,7 @@ class KernelConfig:
     # Key tiles that it visits: consecutive ("interval"), of a "list", or consecutive for rows that
     # are all heads of a group for each of some "tokens".
     tiles: str = "interval"
+    cache: str | None = None  # dtype of K and V; for decode it may be "e4m3" or "int8"
     built: bool = True  # whether the loaded library has it
 
     @property

@@ -15,6 +15,7 @@ from flash_cute.call.validate import INT64_MAX
 from flash_cute.ops import switches
 from flash_cute.ops.typed import (
     AttendKvcacheCall,
+    AttendQuantizedKvcacheCall,
     BwdCall,
     FwdCall,
     FwdKvcacheCall,
@@ -26,8 +27,10 @@ OPS = ("fwd", "bwd", "decode")
 _OP_OF: dict[type, str] = {
     FwdCall: "fwd", VarlenFwdCall: "fwd", BwdCall: "bwd", VarlenBwdCall: "bwd",
     FwdKvcacheCall: "decode", AttendKvcacheCall: "decode",
+    AttendQuantizedKvcacheCall: "decode",
 }  # fmt: skip
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+_EIGHT_BITS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}  # of caches
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,7 @@ class Problem:
     cu_seqlens_k_new: bool = False
     num_splits: int = 0
     split_size: int = 0
+    cache_dtype: torch.dtype | None = None  # of a cache of 8 bits; None: dtype
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -99,6 +103,9 @@ class Problem:
             raise ValueError(
                 f"dtype {self.dtype} has no CUDA kernel; expected {', '.join(map(str, known))}"
             )
+        if self.cache_dtype is not None and self.cache_dtype not in _EIGHT_BITS:
+            listed = ", ".join(map(str, _EIGHT_BITS))
+            raise ValueError(f"cache_dtype is {self.cache_dtype!r}; expected None, {listed}")
         least = {"heads": 1, "heads_k": 1, "head_dim": 1, "head_dim_v": 1}
         sizes = ("batch", "seqlen_q", "seqlen_k", "total_q", "total_k", "page_size", "max_blocks",
                  "num_splits", "split_size", *least)  # fmt: skip
@@ -192,6 +199,8 @@ class Problem:
         numbers = ("window_size", "page_size", "num_splits", "split_size")
         defaults = {f.name: f.default for f in fields(self)}
         rest = [name for name in _FLAGS if getattr(self, name)]
+        if self.cache_dtype is not None:
+            rest.append(f"cache={_EIGHT_BITS[self.cache_dtype]}")
         rest += [
             f"{name}={getattr(self, name)}".replace(" ", "")
             for name in numbers
@@ -230,6 +239,8 @@ class Problem:
         given["dtype"] = _SIXTEEN_BITS.get(self.dtype, "bf16")
         if self.dtype == torch.float32:
             given["dtype"] = "tf32" if self.allow_tf32 else "tf32x3"
+        if self.cache_dtype is not None:
+            given["cache_dtype"] = _EIGHT_BITS[self.cache_dtype]
         given["window_size_left"], given["window_size_right"] = left, 0 if self.causal else right
         return given
 
@@ -270,6 +281,7 @@ def _of_cache(call: Any, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> dict[st
         "lengths": call.cache_seqlens is not None, "leftpad": call.cache_leftpad is not None,
         "cache_batch_idx": call.cache_batch_idx is not None,
         "num_splits": call.num_splits, "split_size": call.split_size,
+        "cache_dtype": k_cache.dtype if k_cache.dtype in _EIGHT_BITS else None,
     }  # fmt: skip
 
 
@@ -281,7 +293,7 @@ _OF_OPS = {  # fields that not every op has
     **dict.fromkeys(
         (
             "lengths", "leftpad", "append", "rotary", "cache_batch_idx", "cu_seqlens_k_new",
-            "num_splits", "split_size",
+            "num_splits", "split_size", "cache_dtype",
         ),
         ("decode",),
     ),

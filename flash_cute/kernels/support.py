@@ -71,6 +71,17 @@ def reads_caches_in_place(
     return found is not None and "gather_pages" not in found.launches
 
 
+@internals.constant_in_graphs
+def reads_eight_bits(
+    dtype: torch.dtype, cache_dtype: torch.dtype, dims: tuple[int, int], gpu: str | int | None = None
+) -> bool:
+    """Whether calls of this dtype over a cache of 8 bits, with these head dims of k and of v, have a
+    kernel, ignoring the thread's limit."""
+    sizes = (("head_dim", dims[0]), ("head_dim_v", dims[1]))
+    of_cache = (("op", "decode"), ("dtype", dtype), ("cache_dtype", cache_dtype), ("lengths", True))
+    return _plan((*of_cache, *sizes), gpu) is not None
+
+
 # Called by functions that are constants in graphs: torch would trace into a cached function.
 @lru_cache(maxsize=256)
 def _plan(fields: tuple[tuple[str, Any], ...], gpu: str | int | None) -> kernels.Plan | None:

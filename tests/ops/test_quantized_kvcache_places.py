@@ -133,4 +133,5 @@ def test_pages_that_do_not_exist_read_as_in_16_bits(device, pages, by_index):
         table = torch.tensor([[0, 99], [-1, 1]], dtype=INT32, device=device)
         where = {"block_table": table}
     expected = flash_cute.flash_attn_with_kvcache(q, *(x.to(BF16) for x in caches), **where)
-    assert torch.equal(flash_cute.flash_attn_with_kvcache(q, *caches, **where), expected)
+    got = flash_cute.flash_attn_with_kvcache(q, *caches, **where)
+    torch.testing.assert_close(got, expected, rtol=0 if device == "cpu" else 2e-2, atol=0.0)

@@ -14,6 +14,11 @@ def test_ids_are_read_from_mangled_names():
     assert kernel_hash.kernel_id(FWD) == FWD_ID
     assert kernel_hash.kernel_id(BWD) == BWD_ID
     assert kernel_hash.kernel_id(PASS) == "passes"
+    config = "12KernelConfigLNS_2OpE2ELNS_4ArchE90ELNS_5DTypeE1ELNS_4TierE1ELi128ELi128ELi16ELi256"
+    decode = f"_ZN10flash_cute4sm906decodeIXtl{config}ELi3ELi8ELi1ELi8ELNS_8TileKindE0ELS5_%sEEEEEv"
+    id = "decode_sm90_bf16_rich_d128x128_m16_n256_s3_w8_c1_x8"
+    for cache, suffix in ((1, ""), (4, "_e4m3"), (5, "_int8")):
+        assert kernel_hash.kernel_id(decode % f"{cache}E") == id + suffix
 
 
 def test_code_is_hashed_without_names_and_order():

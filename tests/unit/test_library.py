@@ -163,6 +163,9 @@ KERNEL(Bwd, Sm90, BF16, Plain, 192, 192,  64,  64, 3, 12, 1, 2)
 KERNEL(Bwd, Sm80, BF16, Rich,   64,  64,  64, 128, 2, 4, 1, 1)
 KERNEL(Fwd, Sm80, TF32, Rich,   64,  64, 128,  64, 1, 4, 2, 1)
 KERNEL(Bwd, Sm80, TF32x3, Rich, 64, 64,  32,  64, 2, 4, 2, 1)
+KERNEL(Fwd, Sm90, BF16, Plain, 128, 128, 128, 128, 2, 8, 1, 1, TileKind::List)
+KERNEL(Decode, Sm90, BF16, Rich, 128, 128, 16, 256, 3, 8, 1, 8, TileKind::Interval, DType::E4M3)
+KERNEL(Decode, Sm80, FP16, Rich, 128, 128, 16, 256, 3, 8, 1, 1, TileKind::Interval, DType::INT8)
 """
 
 
