@@ -129,7 +129,8 @@ void check_supported(const KvcacheArguments& a) {
   FC_CHECK(dim == dim_k && dim_k > 0 && dim_v > 0, "head dims are ", dim, " of q, ", dim_k, " of k_cache, ", dim_v,
            " of v_cache; the first two must agree, and none may be 0");
   FC_CHECK(a.op != CacheOp::AttendQuantized || (dim % 16 == 0 && dim_v % 16 == 0), "head dims are ", dim, " and ",
-           dim_v, " of v_cache; over caches of 8 bits CUDA's kernels support multiples of 16: pad them, or call "
+           dim_v,
+           " of v_cache; over caches of 8 bits CUDA's kernels support multiples of 16: pad them, or call "
            "flash_attn_with_kvcache, which copies such caches to q's dtype");
 }
 

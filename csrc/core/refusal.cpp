@@ -122,8 +122,8 @@ std::string explain(const Refusal& refusal, const KernelConfig& config, const Pr
                          number(problem.heads_k > 0 ? problem.heads / problem.heads_k : 0));
   add(refusal.lists,
       "deterministic over tile_lists only with tile_ranks and without a window that is bounded to the left");
-  add(refusal.cache, std::string("reads keys and values of ") + name(config.cache) + ", the call has " +
-                         name(cache_dtype(given)));
+  add(refusal.cache,
+      std::string("reads keys and values of ") + name(config.cache) + ", the call has " + name(cache_dtype(given)));
   return reasons;
 }
 

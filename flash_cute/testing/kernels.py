@@ -12,7 +12,8 @@ from flash_cute import kernels
 from flash_cute.native import library
 
 _ID = re.compile(
-    r"(fwd|bwd|decode)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*_w\d+_.*"
+    r"(fwd|bwd|decode)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*_w\d+_.*?"
+    r"(?:_(e4m3|int8))?"
 )
 
 
@@ -26,6 +27,11 @@ class Kernel(NamedTuple):
     tier: str
     dim: int
     dim_v: int
+    cache: str | None = None  # of 8 bits: "e4m3" or "int8"
+
+    @property
+    def cache_dtype(self) -> torch.dtype | None:
+        return {"e4m3": torch.float8_e4m3fn, "int8": torch.int8}.get(self.cache or "")
 
     @property
     def dtype(self) -> torch.dtype:
@@ -48,13 +54,13 @@ class Kernel(NamedTuple):
     @property
     def vector(self) -> int:
         """Head dims of its tensors are multiples of this."""
-        return 1 if self._can("unaligned") else 8
+        return 16 if self.cache else 1 if self._can("unaligned") else 8
 
     def _can(self, flag: str) -> bool:
         problem = kernels.Problem(
             self.op, self.dtype, head_dim=self.dim, head_dim_v=self.dim_v, seqlen_q=64,
             allow_tf32=self.precision == "tf32", lists=self.op != "decode" and self.walks_lists,
-            heads=2, heads_k=1,
+            heads=2, heads_k=1, cache_dtype=self.cache_dtype,
         )  # fmt: skip
         with_flag: dict[str, Any] = {flag: True}
         problem = replace(problem, **with_flag)
@@ -85,10 +91,16 @@ def decode_choices() -> list[str]:
     return ["decode_", "decode_sm80_"] if hopper and others else ["decode_"]
 
 
+def decode_kernels(eight_bits: bool = False) -> list[str]:
+    """The ids of the library's decode kernels over caches of q's dtype, or of those of 8 bits."""
+    names = [name for name in library.kernels() if name.startswith("decode_")]
+    return [name for name in names if (parse(name).cache is not None) == eight_bits]
+
+
 def parse(kernel: str) -> Kernel:
     """The kernel with this id. Raises ValueError if there is none."""
     match = _ID.fullmatch(kernel)
     if match is None:
         raise ValueError(f"{kernel!r} is no kernel's id")
-    op, arch, precision, tier, dim, dim_v = match.groups()
-    return Kernel(kernel, op, int(arch), precision, tier, int(dim), int(dim_v))
+    op, arch, precision, tier, dim, dim_v, cache = match.groups()
+    return Kernel(kernel, op, int(arch), precision, tier, int(dim), int(dim_v), cache)

@@ -193,8 +193,11 @@ def check(inputs: CacheInputs) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def cache_oracle(inputs: CacheInputs) -> tuple[bounds.Oracle, reference.CachedAttention]:
-    """The oracle of :mod:`flash_cute.testing.bounds` for a cache, and the reference's result."""
+def cache_oracle(
+    inputs: CacheInputs, weights: torch.dtype | None = None
+) -> tuple[bounds.Oracle, reference.CachedAttention]:
+    """The oracle of :mod:`flash_cute.testing.bounds` for a cache, and the reference's result. The
+    dtype of ``weights`` is q's, if it is None."""
     dtype = inputs["q"].dtype
 
     def values(change: Any, **options: Any) -> reference.CachedAttention:
@@ -206,12 +209,12 @@ def cache_oracle(inputs: CacheInputs) -> tuple[bounds.Oracle, reference.CachedAt
     both = values(lambda v: torch.cat((v, v.abs()), -1))
     out, out_of_abs_v = both.out.chunk(2, -1)
     smallest = torch.full_like(out, bounds.smallest(dtype))
-    if dtype == torch.float16:
+    if (weights or dtype) == torch.float16:
         off = {"softcap": 0.0, "alibi_slopes": None, "sink": None, "softmax_scale": 0.0}
         mean = values(torch.abs, **off)
         largest = (both.row_max - both.softmax_lse).exp().nan_to_num(0.0)
         count = (mean.softmax_lse.exp() * largest).transpose(-1, -2)[..., None]
-        smallest *= 1 + mean.out * count
+        smallest += bounds.smallest(torch.float16) * mean.out * count
     scale = inputs["softmax_scale"]
     keys = [inputs["k_cache"]] + ([] if inputs["k"] is None else [inputs["k"]])
     size = inputs["q"].shape[-1] ** -0.5 if scale is None else abs(scale)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from flash_cute.ops.typed import BwdCall
 from flash_cute.sparse.lists import tile_lists
 from flash_cute.testing.kernels import Kernel, parse
 from flash_cute.testing.kvcache import CacheCase, make_cache_inputs
+from flash_cute.testing.quantized_kvcache import make_quantized_inputs
 
 HEADS = 4
 
@@ -87,6 +89,23 @@ def cached(name: str, dtype: torch.dtype, dim: int, dim_v: int) -> None:
             make_cache_inputs(case, "cuda").changed(**splits).run()
 
 
+def cached_in_8_bits(kernel: Kernel, missing: int) -> None:
+    """A paged cache of 8 bits, with descales of heads and of tokens, in head dims that miss some of
+    the kernel's, and parts of keys."""
+    assert kernel.cache_dtype is not None
+    case = CacheCase(
+        lengths=(70, 0, 133), seqlens_q=(3, 1, 8), page_size=16, heads=4, heads_k=2,
+        dim=kernel.dim - missing, dim_v=kernel.dim_v - missing, dtype=kernel.dtype, softcap=10.0,
+        alibi="heads", sink=True, is_causal=True, leftpad=True,
+    )  # fmt: skip
+    with library.only(kernel.id):
+        parts = ({"num_splits": 3}, {"split_size": 64}) if kernel.arch == 80 else ()
+        for splits in ({}, *parts):
+            for kinds in (("heads", "tokens"), ("tokens", "heads")):
+                given = replace(case, **splits)
+                make_quantized_inputs(given, "cuda", kernel.cache_dtype, kinds).run()
+
+
 def sparse(kernel: Kernel, options: dict[str, Any]) -> None:
     """Causal, grouped heads, lengths that end inside a tile; lists for each kv head, with parts of
     tiles and token masks; a few entries name tiles, or masks, that are not there."""
@@ -140,7 +159,10 @@ def main(*parts: str) -> None:
     for name in names:
         if name.startswith("lab_"):
             laboratory(name)
-        elif (kernel := parse(name)).op == "decode":
+        elif (kernel := parse(name)).cache is not None:
+            for missing in (0, 16):
+                cached_in_8_bits(kernel, missing)
+        elif kernel.op == "decode":
             cached(name, kernel.dtype, kernel.dim, kernel.dim_v)
             cached(name, kernel.dtype, kernel.dim - 8, kernel.dim_v - 16)
         else:

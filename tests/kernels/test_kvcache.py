@@ -10,7 +10,7 @@ from kvcache_calls import check_order, check_same
 
 from flash_cute.native import library
 from flash_cute.testing import bounds
-from flash_cute.testing.kernels import parse
+from flash_cute.testing.kernels import decode_kernels, parse
 from flash_cute.testing.kvcache import CacheCase, check, make_cache_inputs
 from flash_cute.testing.pairwise import pairwise
 
@@ -243,7 +243,7 @@ def test_append_to_a_full_cache_drops_what_does_not_fit(make_cache):
     check(make_cache(CacheCase(**sizes, seqlens_q=10, seqlens_new=10, page_size=16)))
 
 
-@pytest.mark.parametrize("name", [k for k in library.kernels() if k.startswith("decode")])
+@pytest.mark.parametrize("name", decode_kernels())
 @pytest.mark.parametrize("seqlens_q", [1, 70])
 def test_kernel(cuda, name, seqlens_q):
     """Every kernel, also those that this GPU or problem would not choose."""
@@ -258,7 +258,7 @@ def test_kernel(cuda, name, seqlens_q):
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("name", [k for k in library.kernels() if k.startswith("decode")])
+@pytest.mark.parametrize("name", decode_kernels())
 def test_tiles_that_a_short_sequence_does_not_have(cuda, name, page_size):
     """Nothing is written for them: their rows are those of the next sequences, or of none."""
     kernel = parse(name)
@@ -271,7 +271,7 @@ def test_tiles_that_a_short_sequence_does_not_have(cuda, name, page_size):
             check(make_cache_inputs(case, cuda))
 
 
-CLUSTERED = [k for k in library.kernels() if k.startswith("decode_sm90")]
+CLUSTERED = [k for k in decode_kernels() if k.startswith("decode_sm90")]
 
 
 @pytest.mark.parametrize("page_size", [None, 16])
@@ -404,7 +404,7 @@ def test_calls_wait_for_the_previous_kernel(cuda, page_size, given, splits):
     check_order(steps)
 
 
-@pytest.mark.parametrize("name", [k for k in library.kernels() if k.startswith("decode")])
+@pytest.mark.parametrize("name", decode_kernels())
 def test_lengths_come_from_the_call_right_before(cuda, name):
     """A kernel looks at lengths before it may rely on them, while the one before still writes them:
     its LSE, whose bits are beyond the capacity where it is positive, and below 0 where it is

@@ -9,7 +9,7 @@ import torch
 from kvcache_calls import check_order, check_same
 
 from flash_cute.native import library
-from flash_cute.testing.kernels import parse
+from flash_cute.testing.kernels import decode_kernels, parse
 from flash_cute.testing.kvcache import CacheCase, CacheInputs, check, make_cache_inputs
 
 BF16 = torch.bfloat16
@@ -70,7 +70,7 @@ def test_append_of_a_token_with_options(make_cache, options, rotary):
     check_same(inputs, with_offsets(inputs))
 
 
-@pytest.mark.parametrize("name", [k for k in library.kernels() if k.startswith("decode")])
+@pytest.mark.parametrize("name", decode_kernels())
 def test_append_of_a_token_in_every_kernel(cuda, name):
     kernel = parse(name)
     sizes = {"heads": 8, "heads_k": 2, "dim": kernel.dim, "dim_v": kernel.dim_v}

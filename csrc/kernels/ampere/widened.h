@@ -144,9 +144,8 @@ CUTE_DEVICE void gemm_registers(const Mma& mma, Accumulator& acc, A a, const Wid
 template <class Accumulator>
 CUTE_DEVICE auto columns_in_order(Accumulator&& acc) {
   auto l = logical_divide(acc.layout(), Shape<X, X, _2>{});  // ((2,2),MMA_M,(2,MMA_N/2))
-  return make_tensor(acc.data(),
-                     make_layout(make_layout(get<0, 1>(l), get<1>(l)),
-                                 make_layout(make_layout(get<2, 0>(l), get<0, 0>(l)), get<2, 1>(l))));
+  return make_tensor(acc.data(), make_layout(make_layout(get<0, 1>(l), get<1>(l)),
+                                             make_layout(make_layout(get<2, 0>(l), get<0, 0>(l)), get<2, 1>(l))));
 }
 
 }  // namespace flash_cute::ampere

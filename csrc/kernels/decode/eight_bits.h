@@ -56,8 +56,8 @@ class EightBitCopy : public CacheCopy<uint8_t, kThreads, kKeys, kCols, kColsV> {
       const int i = first + this->thread_, row = this->next_ + i;
       const bool wanted = i < kKeys && this->visible_.first <= row && row < this->visible_.last;
       // All lanes take part in the look-up.
-      const int page = in_chunks ? this->page_of_chunk(this->next_chunk_ + i / Base::kChunk)
-                                 : this->place_of(row, wanted).page;
+      const int page =
+          in_chunks ? this->page_of_chunk(this->next_chunk_ + i / Base::kChunk) : this->place_of(row, wanted).page;
       if (i >= kKeys) continue;
       load_descale(this->p_.cache.k, k_descale_ + bytes + i * int(sizeof(float)), wanted ? page : -1, row);
       load_descale(this->p_.cache.v, v_descale_ + bytes + i * int(sizeof(float)), wanted ? page : -1, row);
@@ -137,7 +137,8 @@ CUTE_DEVICE void prepare_queries(Element* shared, float (&factors)[C.block_m]) {
 template <int kRows>
 class Descaling {
  public:
-  CUTE_DEVICE Descaling(const DecodeParams& p, int b, int head) : k_of_rows_(p.cache.k.of_rows), v_of_rows_(p.cache.v.of_rows) {
+  CUTE_DEVICE Descaling(const DecodeParams& p, int b, int head)
+      : k_of_rows_(p.cache.k.of_rows), v_of_rows_(p.cache.v.of_rows) {
     k_ = of_head(p.cache.k, b, head);
     v_ = of_head(p.cache.v, b, head);
   }

@@ -75,7 +75,8 @@ struct PrefetchDepth {
 template <int kMost, KernelConfig C>
 CUTE_DEVICE void prefetch_kv_l2(const DecodeParams& p, const VisibleSplit& fed, int blocks = kMost) {
   constexpr int kBytes = element_bytes(C.cache);
-  constexpr int kLine = std::min(128 / kBytes, C.head_dim), kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
+  constexpr int kLine = std::min(128 / kBytes, C.head_dim),
+                kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
   constexpr int kLoads = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
   static_assert(C.head_dim == C.head_dim_v);
   const KvSplit& split = fed.split;
@@ -115,9 +116,7 @@ class KvLoader {
 
  public:
   CUTE_DEVICE KvLoader(const DecodeParams& p, typename T::Storage& storage, int team, int thread)
-      : copy_(p, C.block_n, storage.kv[0][team], thread),
-        splits_(storage.splits),
-        first_key_(team * T::kKeys) {}
+      : copy_(p, C.block_n, storage.kv[0][team], thread), splits_(storage.splits), first_key_(team * T::kKeys) {}
 
   // Starts the copy of the next tile, if any, to a stage.
   CUTE_DEVICE void load(int stage) {

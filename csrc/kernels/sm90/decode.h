@@ -84,8 +84,7 @@ class SplitLoader {
  public:
   CUTE_DEVICE SplitLoader(const DecodeParams& p, typename T::Storage& storage, const decode::VisibleSplit& chunk,
                           int team, int thread)
-      : copy_(p, C.block_n, storage.kv[0][team], thread),
-        left_(chunk.split.last - chunk.split.first) {
+      : copy_(p, C.block_n, storage.kv[0][team], thread), left_(chunk.split.last - chunk.split.first) {
     const auto& [split, keys] = chunk;
     const int row = static_cast<int>(split.seq.k.offset);  // of key 0
     copy_.begin(split.b, split.head_k, {row + keys.first, row + keys.last},

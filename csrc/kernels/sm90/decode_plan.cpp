@@ -65,8 +65,7 @@ double Sm90Family::decode_cost(const KernelConfig& config, const DecodeProblem& 
   const double later = (all_waves - 1) * (wide ? card.cluster_wave_us_wide : card.cluster_wave_us);
   // Tiles of the same head read its keys at about the same time, from memory once.
   const auto heads = double(p.fwd.heads_k) * p.fwd.batch;
-  const double reading = 
-      reading_us(p.fwd, p.cache_dtype(), heads * expected_keys(p, false) / gpu.sms, gpu.sms, gpu);
+  const double reading = reading_us(p.fwd, p.cache_dtype(), heads * expected_keys(p, false) / gpu.sms, gpu.sms, gpu);
   return (wide ? card.cluster_us_wide : card.cluster_us) + std::max(waves * sharing + later, reading);
 }
 
