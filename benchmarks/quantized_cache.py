@@ -1,10 +1,10 @@
 """Tokens per second of decoding over caches of bf16, e4m3 and int8, on a GPU.
 
-    python -m benchmarks.quantized_cache --megabytes 256 --queries 1 --json build/quantized_cache.json
+    python -m benchmarks.quantized_cache --megabytes 256 --json build/quantized_cache.json
 
 A step of one layer: all sequences attend to their whole caches, which hold as many megabytes as
 ``--megabytes`` says in bf16, and half of that in 8 bits. Steps are CUDA graphs over several caches
-in turn, so that none is in L2. Descales are of heads, and of tokens in the rows that say so. Medians
+in turn, so that none is in L2. Descales are of heads, or of tokens where a column says so. Medians
 of turns that take each in order; ratios are of tokens per second, to bf16. Each result is compared
 with fp64 first.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ def sizes_of(options: argparse.Namespace, seqlen: int) -> tuple[int, int]:
 class Caches:
     """Caches (batch, seqlen, heads_k, dim) of one dtype that take turns, and their descales."""
 
-    def __init__(self, shape: tuple[int, ...], count: int, dtype: torch.dtype, tokens: bool) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], count: int, dtype: torch.dtype, tokens: bool
+    ) -> None:
         self.unit = UNIT.get(dtype)
         self.pairs = [(self._drawn(shape, dtype), self._drawn(shape, dtype)) for _ in range(count)]
         of_descale = shape[:3] if tokens else (shape[0], shape[2])
@@ -53,7 +56,9 @@ class Caches:
         if self.unit is None:
             return x
         x = x.div_(self.unit)
-        return x.clamp_(-448, 448).to(E4M3) if dtype == E4M3 else x.round_().clamp_(-127, 127).to(INT8)
+        return (
+            x.clamp_(-448, 448).to(E4M3) if dtype == E4M3 else x.round_().clamp_(-127, 127).to(INT8)
+        )
 
     def attend(self, q: Tensor, turn: int) -> Tensor:
         """out of one step."""
@@ -96,7 +101,7 @@ def measure(options: argparse.Namespace, seqlen: int) -> dict[str, Any]:
              "e4m3 tokens": (E4M3, True), "int8 tokens": (INT8, True)}  # fmt: skip
     caches = {name: Caches(shape, count, *kind) for name, kind in kinds.items()}
     errors = {name: x.error(q) for name, x in caches.items()}
-    graphs = {name: captured(lambda turn, x=x: x.attend(q, turn)) for name, x in caches.items()}
+    graphs = {name: captured(partial(x.attend, q)) for name, x in caches.items()}
     us = {name: 1e3 * ms / STEPS for name, ms in turns(graphs, options.rounds).items()}
     tokens = {name: batch * options.queries / x * 1e6 for name, x in us.items()}
     ratios = {name: x / tokens["bf16"] for name, x in tokens.items()}

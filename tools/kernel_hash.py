@@ -30,10 +30,13 @@ PASSES = "passes"  # the id of all kernels that have none of their own
 _OPS = ("fwd", "bwd", "decode")
 _DTYPES = ("fp16", "bf16", "tf32", "tf32x3", "e4m3", "int8")
 _TIERS = ("plain", "rich")
-# As C++ mangles the argument KernelConfig{Op, Arch, DType, Tier, 8 integers, TileKind, DType}; zeros
-# at the end may be left out.
+# As C++ mangles KernelConfig{Op, Arch, DType, Tier, 8 integers, TileKind, DType}; zeros at the end
+# may be left out.
 _CONFIG = re.compile(
-    r"12KernelConfig" + r"L\w*?E(\d+)E" * 4 + r"Li(\d+)E" * 8 + r"(?:L\w*?TileKindE(\d+)E(?:L\w*?_(\d+)E)?)?"
+    r"12KernelConfig"
+    + r"L\w*?E(\d+)E" * 4
+    + r"Li(\d+)E" * 8
+    + r"(?:L\w*?TileKindE(\d+)E(?:L\w*?_(\d+)E)?)?"
 )
 # FlashForwardKernelConfig{DType, 12 numbers}; those that are 0 at the end are left out.
 _LAB_CONFIG = re.compile(r"24FlashForwardKernelConfigL\w*?E(\d+)E((?:L[ib]\d+E)*)")

@@ -25,7 +25,7 @@ OPS = {"fwd": "forward", "bwd": "backward", "decode": "decode"}
 ARCHS = {80: "sm_80 and newer", 90: "sm_90a"}
 YES = "yes"
 _WIDENED = "widened to 16 bits; to fp32 with fp16 and a tensor as descale of q or k"
-_COPIED = "quantised on append, copied to q's dtype to be read"
+_QUANTISED = "quantised on append"
 
 # Features: (support on the CPU, on CUDA).
 FEATURES = {
@@ -46,7 +46,10 @@ FEATURES = {
     "packed and varlen, `seqused_q`, `seqused_k`": (YES, YES),
     "paged keys and values (`block_table`), forward": (YES, YES),
     "key/value cache (`flash_attn_with_kvcache`), forward": (YES, "fp16, bf16"),
-    "caches of e4m3 or int8, with descales": (_COPIED, _COPIED),
+    "caches of e4m3 or int8, with descales": (
+        _QUANTISED,
+        f"{_QUANTISED}; read in 8 bits by up to 64 queries a kv head, else copied to q's dtype",
+    ),
     "softcap, ALiBi slopes, attention sinks": (YES, YES),
     "dropout, probabilities, `softmax_lse` and its gradient": (YES, YES),
 }
@@ -57,7 +60,10 @@ def merged(rows: Iterable[KernelConfig]) -> list[KernelConfig]:
 
     Their values are joined by ", ", in the place of the first row.
     """
-    rows = [replace(row, id="", built=True) for row in rows]
+    rows = [
+        replace(row, id="", built=True, cache=None if row.cache == row.dtype else row.cache)
+        for row in rows
+    ]
     dtypes: dict[KernelConfig, list[str]] = {}
     for row in rows:
         dtypes.setdefault(replace(row, dtype=""), []).append(row.dtype)
@@ -86,6 +92,8 @@ def kernel_table(rows: Iterable[KernelConfig]) -> str:
         if row.head_dim_v != row.head_dim:
             dims += f", of v {row.head_dim_v}"
         op = OPS[row.op] + {"interval": "", "list": ", sparse", "tokens": ", groups"}[row.tiles]
+        if row.cache is not None:
+            op += f", cache of {row.cache}"
         kind = (op, ARCHS[row.arch], row.dtype, row.tier, dims)
         tile = (f"{row.block_m} x {row.block_n}", row.stages, row.warps, row.ctas, row.cluster)
         lines.append((*kind, *tile, f"{row.smem_bytes / 1024:g} KiB"))

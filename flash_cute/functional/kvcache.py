@@ -140,9 +140,11 @@ def flash_attn_with_kvcache(
     or NaN comes out as NaN. Numbers are multiplied by their descales in fp32, but for those that
     are no tensors: k_descale multiplies softmax_scale, and v_descale out once more.
 
-    Calls on CUDA, and those with ``sparse``, copy both caches to q's dtype, whole (without
-    ``cache_batch_idx`` the rows of their sequences), or if they are fewer as many pages as
-    ``block_table``, or rows as ``cache_batch_idx``, has entries; CUDA calls say so once, and why.
+    On CUDA kernels read 8 bits for up to 64 rows of queries a kv head (queries of a sequence times
+    heads / heads_k), in head dims that are multiples of 16. Other calls on CUDA, and those with
+    ``sparse``, copy both caches to q's dtype, whole (without ``cache_batch_idx`` the rows of their
+    sequences), or if they are fewer as many pages as ``block_table``, or rows as
+    ``cache_batch_idx``, has entries; CUDA calls say so once, and why.
     The copy holds every 8-bit number. What is rounded to q's dtype then: descales of tokens times
     their rows, a k_descale of fewer elements times q, and out once more for such a v_descale.
 

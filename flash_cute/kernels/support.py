@@ -73,10 +73,13 @@ def reads_caches_in_place(
 
 @internals.constant_in_graphs
 def reads_eight_bits(
-    dtype: torch.dtype, cache_dtype: torch.dtype, dims: tuple[int, int], gpu: str | int | None = None
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    dims: tuple[int, int],
+    gpu: str | int | None = None,
 ) -> bool:
-    """Whether calls of this dtype over a cache of 8 bits, with these head dims of k and of v, have a
-    kernel, ignoring the thread's limit."""
+    """Whether calls of this dtype over a cache of 8 bits, with these head dims of k and of v, have
+    a kernel, ignoring the thread's limit."""
     sizes = (("head_dim", dims[0]), ("head_dim_v", dims[1]))
     of_cache = (("op", "decode"), ("dtype", dtype), ("cache_dtype", cache_dtype), ("lengths", True))
     return _plan((*of_cache, *sizes), gpu) is not None

@@ -36,7 +36,6 @@ def register(library: torch.library.Library) -> None:
     library.impl("fwd_kvcache", _fwd_kvcache, "CPU")
     library.impl("attend_kvcache", _attend_kvcache, "CPU")
     library.impl("attend_quantized_kvcache", _attend_quantized_kvcache, "CPU")
-    library.impl("attend_quantized_kvcache", _refuse_quantized_kvcache, "CUDA")
     library.impl("combine", _combine, "CPU")
 
 
@@ -98,13 +97,6 @@ def _attend_quantized_kvcache(*args: Any) -> Results:
     quantized_kvcache.check_op(over_cache(call), call.k_descale, call.v_descale)
     with torch.autocast("cpu", enabled=False):
         return cpu.attend_quantized_kvcache(call)
-
-
-def _refuse_quantized_kvcache(*args: Any) -> Results:
-    raise NotImplementedError(
-        f"k_cache has {args[1].dtype} and is on CUDA, where no kernel reads 8 bits yet: call "
-        "flash_cute.flash_attn_with_kvcache, which copies such caches to 16 bits"
-    )
 
 
 def _kvcache(call: FwdKvcacheCall) -> Results:

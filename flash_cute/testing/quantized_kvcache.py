@@ -1,4 +1,4 @@
-"""Calls over caches of 8 bits, and the checks against the oracle over the numbers they stand for."""
+"""Calls over caches of 8 bits, and checks against the oracle over the numbers they stand for."""
 
 from __future__ import annotations
 
@@ -48,14 +48,17 @@ def make_quantized_inputs(
     V. Rows that are not in use, and descales of such tokens, are NaN where the dtype has it."""
     inputs = make_cache_inputs(case, device, seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    given, wide = {}, {}
+    given: dict[str, Tensor | None] = {}
+    wide: dict[str, Tensor] = {}
     for name, kind in zip(("k", "v"), kinds, strict=True):
         cache = inputs[f"{name}_cache"]
         codes, descale = _quantized(cache, dtype, kind, len(case.lengths), generator)
         given |= {f"{name}_cache": codes, f"{name}_descale": descale}
         factor: Tensor | float = 1.0
         if descale is not None:
-            factor = (descale if kind == "tokens" else _of_pages(descale, inputs)).double()[..., None]
+            factor = (descale if kind == "tokens" else _of_pages(descale, inputs)).double()[
+                ..., None
+            ]
         wide[f"{name}_cache"] = codes.double() * factor
     left_out = ("k", "v", "cu_seqlens_k_new")
     named = {name: x for name, x in inputs.arguments.items() if name not in left_out}
@@ -84,13 +87,17 @@ def _quantized(
     codes = scaled.to(E4M3) if dtype == E4M3 else scaled.round().nan_to_num(127.0).to(INT8)
     shape = cache.shape[:3] if kind == "tokens" else (batch, cache.shape[2])
     descale = (unit * (0.5 + torch.rand(shape, generator=generator))).to(cache.device)
-    return codes, descale.masked_fill_(cache[..., 0].isnan(), torch.nan) if kind == "tokens" else descale
+    return codes, descale.masked_fill_(
+        cache[..., 0].isnan(), torch.nan
+    ) if kind == "tokens" else descale
 
 
 def _of_pages(descale: Tensor, inputs: CacheInputs) -> Tensor:
     """A descale of sequences and heads for each page, (pages, 1, heads_k)."""
     pages, batch = len(inputs["k_cache"]), len(descale)
-    table = inputs["block_table"] if inputs["block_table"] is not None else inputs["cache_batch_idx"]
+    table = (
+        inputs["block_table"] if inputs["block_table"] is not None else inputs["cache_batch_idx"]
+    )
     if table is None:
         table = torch.arange(batch, device=descale.device)
     table = table.long().view(batch, -1)

@@ -101,9 +101,7 @@ def test_pairs(device, row):
     dtype, kinds = row.pop("dtype"), tuple(row.pop("kinds").split())
     sizes = {"heads": heads, "heads_k": heads_k, "dim": dim, "dim_v": dim_v}
     merged = row.pop("band") | row.pop("rules") | row.pop("splits")
-    case = CacheCase(
-        lengths=(33, 0, 130, 301), dtype=row.pop("q_dtype"), **sizes, **merged, **row
-    )
+    case = CacheCase(lengths=(33, 0, 130, 301), dtype=row.pop("q_dtype"), **sizes, **merged, **row)
     check(make_quantized_inputs(case, device, dtype, kinds))
 
 
@@ -190,10 +188,17 @@ def test_results_are_the_same_from_run_to_run(cuda):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_function_reads_8_bits_where_it_can(cuda, dtype, recwarn):
     """More rows a kv head than kernels take, and odd head dims, are read from a copy."""
-    for dim, queries, is_copied in ((64, 1, False), (128, 16, False), (64, 17, True), (40, 1, True)):
+    for dim, queries, is_copied in (
+        (64, 1, False),
+        (128, 16, False),
+        (64, 17, True),
+        (40, 1, True),
+    ):
         quantized_kvcache._say.cache_clear()
         recwarn.clear()
-        case = CacheCase(lengths=(99, 7), seqlens_q=queries, heads=8, heads_k=2, dim=dim, dtype=BF16)
+        case = CacheCase(
+            lengths=(99, 7), seqlens_q=queries, heads=8, heads_k=2, dim=dim, dtype=BF16
+        )
         inputs = make_quantized_inputs(case, cuda, dtype)
         names = ("q", "k_cache", "v_cache", "cache_seqlens", "k_descale", "v_descale")
         given = {name: inputs.arguments[name] for name in names}

@@ -75,8 +75,8 @@ struct PrefetchDepth {
 template <int kMost, KernelConfig C>
 CUTE_DEVICE void prefetch_kv_l2(const DecodeParams& p, const VisibleSplit& fed, int blocks = kMost) {
   constexpr int kBytes = element_bytes(C.cache);
-  constexpr int kLine = std::min(128 / kBytes, C.head_dim),
-                kAcross = C.head_dim / kLine;  // elements of a cache line, and lines of a row
+  constexpr int kLine = std::min(128 / kBytes, C.head_dim);  // elements of a cache line, or of a row
+  constexpr int kAcross = C.head_dim / kLine;  // lines of a row
   constexpr int kLoads = cute::ceil_div(kMost * C.block_n * kAcross, C.threads());
   static_assert(C.head_dim == C.head_dim_v);
   const KvSplit& split = fed.split;
