@@ -138,6 +138,37 @@ def test_reasons(change, id, words):
     assert words in reason(replace(A_CALL, **change), id)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_caches_of_8_bits_have_kernels_of_their_own(dtype):
+    wide = k.Problem("decode", heads=8, heads_k=2, seqlen_k=4096, lengths=True)
+    problem = replace(wide, cache_dtype=dtype)
+    name = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}[dtype]
+    for gpu in ("h100", "a100"):
+        chosen = k.plan(problem, gpu).kernel
+        assert chosen.cache == name and chosen.dtype == "bf16" and chosen.id.endswith(f"_{name}")
+        of_wide = k.plan(wide, gpu).kernel
+        assert of_wide.cache == "bf16"
+        words = f"reads keys and values of bf16, the call has {name}"
+        assert reason(problem, of_wide.id, gpu) == words
+        words = f"reads keys and values of {name}, the call has bf16"
+        assert reason(wide, chosen.id, gpu) == words
+    for dim in (80, 72):
+        found = k.supports(replace(problem, head_dim=dim), "h100")
+        assert bool(found) == (dim == 80)
+    assert any("multiples of 16" in x for x in found.reasons)
+    with pytest.raises(ValueError, match="cache_dtype is torch.float16; expected None"):
+        replace(problem, cache_dtype=torch.float16)
+    with pytest.raises(ValueError, match="only decode takes it"):
+        k.plan(k.Problem(cache_dtype=dtype), "h100")
+
+
+def test_many_rows_of_8_bits_are_not_forward_s():
+    problem = k.Problem(
+        "decode", heads=64, seqlen_q=64, heads_k=1, seqlen_k=4096, cache_dtype=torch.int8
+    )
+    assert k.plan(problem, "h100").kernel.op == "decode"
+
+
 def test_reasons_of_gpus():
     assert reason(A_CALL, "fwd_sm90_bf16_plain_d128", "a100") == (
         "for sm_90 alone, the GPU is sm_80; needs 230400 bytes of shared memory, the GPU has 166912"
