@@ -49,7 +49,7 @@ _TIERS = ("Plain", "Rich")
 _FIELDS = {
     "KernelConfig": (
         "op", "arch", "dtype", "tier", "head_dim", "head_dim_v",
-        "block_m", "block_n", "stages", "warps", "ctas", "cluster", "tiles",
+        "block_m", "block_n", "stages", "warps", "ctas", "cluster", "tiles", "cache",
     ),
     "FlashForwardKernelConfig": (
         "dtype", "d_head", "B_r", "B_c", "n_warps", "async_copy", "eager_load_blocks", "swizzled",

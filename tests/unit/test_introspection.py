@@ -156,7 +156,7 @@ def test_caches_of_8_bits_have_kernels_of_their_own(dtype):
         found = k.supports(replace(problem, head_dim=dim), "h100")
         assert bool(found) == (dim == 80)
     assert any("multiples of 16" in x for x in found.reasons)
-    with pytest.raises(ValueError, match="cache_dtype is torch.float16; expected None"):
+    with pytest.raises(ValueError, match=r"cache_dtype is torch\.float16; expected None"):
         replace(problem, cache_dtype=torch.float16)
     with pytest.raises(ValueError, match="only decode takes it"):
         k.plan(k.Problem(cache_dtype=dtype), "h100")

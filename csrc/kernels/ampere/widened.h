@@ -62,8 +62,8 @@ struct WidenedKeys : SharedOperand<Side::B, false, uint16_t, kKeys, kCols / 2, 1
   CUTE_DEVICE WidenedKeys at(int bytes) const { return WidenedKeys(Pairs::at(bytes)); }
 };
 
-// Values (kKeys,kCols) of 8 bits as operand B of outputs. Of 16 columns the even ones are columns of one n-tile, the odd
-// ones of the next: columns_in_order() undoes that.
+// Values (kKeys,kCols) of 8 bits as operand B of outputs. Of 16 columns the even ones are columns of one n-tile, the
+// odd ones of the next: columns_in_order() undoes that.
 template <DType dtype, int kKeys, int kCols>
 struct WidenedValues : SharedOperand<Side::B, true, uint16_t, kKeys, kCols / 2, 1> {
   using Pairs = SharedOperand<Side::B, true, uint16_t, kKeys, kCols / 2, 1>;
@@ -139,8 +139,8 @@ CUTE_DEVICE void gemm_registers(const Mma& mma, Accumulator& acc, A a, const Wid
   }
 }
 
-// An accumulator of widened values as a matrix whose columns ascend, four neighbours in each 16: (MMA=(2,2),MMA_M,MMA_N)
-// -> ((2,MMA_M),((2,2),MMA_N/2)), rows by columns.
+// An accumulator of widened values as a matrix whose columns ascend, of each 16 four neighbours:
+// (MMA=(2,2),MMA_M,MMA_N) -> ((2,MMA_M),((2,2),MMA_N/2)), rows by columns.
 template <class Accumulator>
 CUTE_DEVICE auto columns_in_order(Accumulator&& acc) {
   auto l = logical_divide(acc.layout(), Shape<X, X, _2>{});  // ((2,2),MMA_M,(2,MMA_N/2))

@@ -75,7 +75,7 @@ class EightBitCopy : public CacheCopy<uint8_t, kThreads, kKeys, kCols, kColsV> {
   int head_ = 0;
 };
 
-// The power of two that a row of queries in bf16 is multiplied by, to be held by f16: its largest magnitude `top` is then
+// The power of two that a row of bf16 queries is multiplied by, for f16 to hold it: its largest magnitude `top` is then
 // in [2^14, 2^15), and numbers down to 2^-31 of that stay exact. Also the inverse.
 struct QueryScale {
   float factor, inverse;
@@ -132,8 +132,8 @@ CUTE_DEVICE void prepare_queries(Element* shared, float (&factors)[C.block_m]) {
   }
 }
 
-// The descales of a split for one thread: factors of its scores, weights and outputs. Weights times descales of rows are
-// relative to a power of two, unit(), so that f16 holds them.
+// The descales of a split for one thread: factors of its scores, weights and outputs. Weights times descales of rows
+// are relative to a power of two, so that f16 holds them.
 template <int kRows>
 class Descaling {
  public:
