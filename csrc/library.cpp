@@ -153,6 +153,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CUDA, m) {
   m.impl("tile_lists", &guarded<&tile_lists>);
   m.impl("transposed_tile_lists", &guarded<&transposed_tile_lists>);
   m.impl("pooled_softmax", &guarded<&pooled_softmax>);
+  m.impl("quantize_e4m3", &guarded<&quantize_e4m3>);
   m.impl("lab_forward", &guarded<&lab_forward>);
   m.impl("lab_forward_timed", &guarded<&lab_forward_timed>);
 }

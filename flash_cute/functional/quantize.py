@@ -1,9 +1,8 @@
 """q, k and v rounded to e4m3 with descales, as the attention functions take them.
 
 All of it is done in fp32 and rounded once: rotary embedding, then the op ``quantize_e4m3``
-(:mod:`flash_cute.ops.quantize`) of each: k without its mean, one rotation of q and k, the cast.
-These are torch's operators, on the device, which nothing waits for; there is no kernel that does it
-in one pass yet.
+(:mod:`flash_cute.ops.quantize`) of each: k without its mean, one rotation of q and k, the cast. All
+of it runs on the device, and nothing waits for it.
 """
 
 from __future__ import annotations
@@ -134,7 +133,8 @@ def quantize_fp8(
 
     Values up to 1e37 are never cut off. e4m3 has no inf: inf and NaN become NaN, and have no part
     in descales and means. Descales of nothing but zeros are 1. Rows that a sequence does not use
-    (``seqused``) take part. On CUDA means of packed sequences are sums in any order, unless
+    (``seqused``) take part. On CUDA means are sums in another order than on the CPU, the same one
+    in each call; under ``torch.vmap`` those of packed sequences are in any order, unless
     ``torch.use_deterministic_algorithms(True)``.
 
     Returns:
@@ -165,13 +165,13 @@ def quantize_fp8(
         validate.flag(name, given)
     _check_options(q, qk_scaling, v_scaling, hadamard)
     validate_kvcache.rotary(q, k, rotary_cos, rotary_sin, None)
-    x, y, heads_k = q.float(), k.float(), k.shape[-2]
+    x, y, heads_k = q, k, k.shape[-2]
     if rotary_cos is not None and rotary_sin is not None:
         rotary = Rotary(rotary_cos, rotary_sin, bool(rotary_interleaved))
         if cu_seqlens_k is None:
             _check_positions(len(rotary_cos), q.shape[1], k.shape[1])
-        x = _rotated(x, rotary, k.shape[1], cu_seqlens_q, cu_seqlens_k)
-        y = _rotated(y, rotary, k.shape[1], cu_seqlens_k, cu_seqlens_k)
+        x = _rotated(q.float(), rotary, k.shape[1], cu_seqlens_q, cu_seqlens_k)
+        y = _rotated(k.float(), rotary, k.shape[1], cu_seqlens_k, cu_seqlens_k)
     flags = bool(power_of_two), bool(hadamard)
     q8, q_descale, _ = OPS.quantize_e4m3(x, cu_seqlens_q, qk_scaling, heads_k, *flags)
     k8, k_descale, k_mean = OPS.quantize_e4m3(
@@ -180,7 +180,7 @@ def quantize_fp8(
     v8, v_descale, _ = OPS.quantize_e4m3(v, cu_seqlens_k, v_scaling, heads_k, flags[0])
     mean_scores = None
     if k_mean is not None:
-        mean_scores = (x * of_rows(k_mean, x, cu_seqlens_q)).sum(-1).transpose(-1, -2)
+        mean_scores = (x.float() * of_rows(k_mean, x, cu_seqlens_q)).sum(-1).transpose(-1, -2)
     return Fp8Inputs(q8, k8, v8, q_descale, k_descale, v_descale, k_mean, mean_scores)
 
 

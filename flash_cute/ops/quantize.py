@@ -1,5 +1,5 @@
-"""The op that rounds a tensor to e4m3, with its descales: torch's operators on any device, of which
-graphs see each. It has no gradient.
+"""The op that rounds a tensor to e4m3, with its descales: for tracing, and, made of torch's
+operators, on the CPU, under vmap, and on CUDA if the library has no kernels. It has no gradient.
 
 ``quantize_e4m3(x, cu_seqlens, scaling, heads_k, power_of_two, hadamard, subtract_mean)``: x (batch,
 seqlen, heads, dim), or packed (total, heads, dim) with ``cu_seqlens`` int32 (batch + 1); fp16, bf16
@@ -12,27 +12,83 @@ Hadamard matrix with signs, divided by its descale. What shares a descale is sai
 * "row": a row of a head, x's shape with 1 for the head dim;
 * "channel": a dim of a head of a sequence, (batch, heads, dim).
 
-The results are values, descale and mean, (batch, heads, dim) or None. inf and NaN become NaN, and
-have no part in descales and means; other numbers never do. The descale of nothing but zeros is 1.
+The results are values, descale and mean, (batch, heads, dim) or None, all contiguous. inf and NaN
+become NaN, and have no part in descales and means; other numbers never do. The descale of nothing
+but zeros is 1.
+
+CUDA's kernels (``csrc/kernels/passes/quantize.cu``) have the same bits, but for means. Those are
+sums in fp32 of numbers times 1 / seqlen, in an order that depends on the sequence's length, the
+heads and the head dim alone: of up to 32 rows, then of these sums in eight slices.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from flash_cute import _torch_internals as internals
 from flash_cute.call import validate
 from flash_cute.call.fp8 import least_power_of_two, of_rows, sequence_of
+from flash_cute.ops import autograd
+from flash_cute.ops.typed import OPS
 
+NAME = "quantize_e4m3"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SCALINGS = ("head", "tensor", "row", "channel")
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def register(library: torch.library.Library) -> None:
-    for key in ("CompositeImplicitAutograd", "FuncTorchBatched"):
-        library.impl("quantize_e4m3", _quantize, key)
+    torch.library.register_fake(f"flash_cute::{NAME}", _room, lib=library)
+    library.impl(NAME, _computed, "CPU")
+    if not internals.has_kernel(f"flash_cute::{NAME}", "CUDA"):
+        library.impl(NAME, _computed, "CUDA")
+    library.impl(NAME, _without_gradient, "Autograd")
+    library.impl(NAME, _quantize, "FuncTorchBatched")
+
+
+def _without_gradient(
+    x: Tensor,
+    cu_seqlens: Tensor | None = None,
+    scaling: str = "head",
+    heads_k: int | None = None,
+    *flags: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Autograd's kernel. It also checks: errors of kernels in C++ have no types."""
+    if internals.in_forward_mode():
+        autograd.refuse_tangents((x,))
+    _checked(x, cu_seqlens, scaling, heads_k, *flags[1:2])
+    with internals.below_autograd():
+        return OPS.quantize_e4m3(x, cu_seqlens, scaling, heads_k, *flags)
+
+
+def _room(
+    x: Tensor,
+    cu_seqlens: Tensor | None = None,
+    scaling: str = "head",
+    heads_k: int | None = None,
+    power_of_two: bool = False,
+    hadamard: bool = False,
+    subtract_mean: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    heads_k = _checked(x, cu_seqlens, scaling, heads_k, hadamard)
+    batch = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    of_dims = (batch, *x.shape[-2:])
+    shapes = {"head": (batch, heads_k), "tensor": (1,), "row": (*x.shape[:-1], 1)}
+    return (
+        x.new_empty(x.shape, dtype=torch.float8_e4m3fn),
+        x.new_empty(shapes.get(scaling, of_dims), dtype=torch.float32),
+        x.new_empty(of_dims, dtype=torch.float32) if subtract_mean else None,
+    )
+
+
+def _computed(*args: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    """By torch's operators, where there is no kernel."""
+    values, descale, mean = _quantize(*args)
+    return values.contiguous(), descale.contiguous(), mean
 
 
 def _quantize(
@@ -48,7 +104,8 @@ def _quantize(
     x, mean = x.float(), None
     if subtract_mean:
         mean = _mean(x, cu_seqlens)
-        x = x - of_rows(mean, x, cu_seqlens)
+        if len(mean) > 0:  # else all rows are of no sequence
+            x = x - of_rows(mean, x, cu_seqlens)
     if hadamard:
         x = _spread(x)
     largest = _largest(torch.where(x.isfinite(), x.abs(), 0), scaling, heads_k, cu_seqlens)
@@ -64,7 +121,7 @@ def _quantize(
 
 
 def _checked(
-    x: Tensor, cu_seqlens: Tensor | None, scaling: str, heads_k: int | None, hadamard: bool
+    x: Tensor, cu_seqlens: Tensor | None, scaling: str, heads_k: int | None, hadamard: bool = False
 ) -> int:
     """The number of kv heads of valid arguments."""
     validate.tensor("x", x)
@@ -85,6 +142,8 @@ def _checked(
     if scaling not in SCALINGS:
         raise ValueError(f"scaling is {scaling!r}; supported: {', '.join(SCALINGS)}")
     heads, dim = x.shape[-2:]
+    if dim < 1:
+        raise ValueError("x has head dim 0; expected 1 or more")
     heads_k = heads if heads_k is None else heads_k
     if heads_k < 1 or heads % heads_k or (scaling == "channel" and heads_k != heads):
         raise ValueError(

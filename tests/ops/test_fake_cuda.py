@@ -86,6 +86,12 @@ def test_combine():
     check_fakes(flash_cute.flash_attn_combine, parts)
 
 
+@pytest.mark.parametrize("scaling", ["head", "tensor", "row", "channel"])
+def test_quantize(scaling):
+    x = torch.randn(2, 4, 9, 16).transpose(1, 2)  # results are contiguous all the same
+    check_fakes(OPS.quantize_e4m3, {"x": x, "scaling": scaling, "subtract_mean": True})
+
+
 @pytest.mark.parametrize("name", ["func", "varlen_func"])
 def test_backward(name):
     arguments = good_arguments(name, "cpu")

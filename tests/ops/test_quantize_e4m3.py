@@ -76,6 +76,20 @@ def test_rows_of_no_sequence_are_cut_off_and_never_nan(device):
     torch.testing.assert_close(descale, x[None, :8].abs().amax((1, 3)) / LARGEST)
 
 
+def test_without_a_sequence_nothing_is_taken_from_rows(device):
+    x = torch.tensor([[[448.0, -2.0]]], device=device)
+    values, descale, mean = OPS.quantize_e4m3(x, offsets(device), subtract_mean=True)
+    assert torch.equal(values.float(), x) and descale.shape == (0, 1) and mean is not None
+    assert mean.shape == (0, 1, 2)
+
+
+def test_results_are_contiguous(device):
+    x = torch.randn(2, 4, 9, 16, device=device).transpose(1, 2)
+    for scaling in SCALINGS:
+        results = OPS.quantize_e4m3(x, None, scaling, subtract_mean=True)
+        assert all(y is not None and y.is_contiguous() for y in results)
+
+
 def test_mean_and_hadamard(device):
     """Scores keep their differences: of q and k spread by the same matrix, k without its mean."""
     q, k = torch.randn(1, 9, 2, 64, device=device), torch.randn(1, 70, 2, 64, device=device) + 5
@@ -106,6 +120,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "heads": ({"heads_k": 3}, ValueError, "heads_k is 3, and x has 4 heads"),
     "channels": ({"heads_k": 2, "scaling": "channel"}, ValueError, "heads_k is 2"),
     "dim": ({"x": torch.zeros(1, 2, 2, 12), "hadamard": True}, ValueError, "x's head dim is 12"),
+    "no dim": ({"x": torch.zeros(1, 2, 4, 0)}, ValueError, "x has head dim 0"),
     "offsets": ({"x": torch.zeros(2, 2, 8), "cu_seqlens": torch.zeros(2)}, TypeError,
                 "cu_seqlens has dtype"),
     "gradient": ({"x": torch.zeros(1, 2, 2, 8).requires_grad_()}, NotImplementedError,
@@ -116,5 +131,9 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_calls(name):
     change, kind, words = BAD[name]
+    call = {"x": torch.zeros(1, 2, 4, 8)} | change
     with pytest.raises(kind, match=words):
-        OPS.quantize_e4m3(**({"x": torch.zeros(1, 2, 4, 8)} | change))
+        OPS.quantize_e4m3(**call)
+    if name != "gradient":
+        with torch.inference_mode(), pytest.raises(kind, match=words):
+            OPS.quantize_e4m3(**call)
