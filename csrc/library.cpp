@@ -146,6 +146,8 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CUDA, m) {
   m.impl("varlen_fwd.out", &guarded<&varlen_fwd_out>);
   m.impl("varlen_bwd", &guarded<&varlen_bwd>);
   m.impl("varlen_bwd.out", &guarded<&varlen_bwd_out>);
+  m.impl("fp8_fwd", &guarded<&fp8_fwd>);
+  m.impl("fp8_varlen_fwd", &guarded<&fp8_varlen_fwd>);
   m.impl("fwd_kvcache", &guarded<&fwd_kvcache>);
   m.impl("attend_kvcache", &guarded<&attend_kvcache>);
   m.impl("attend_quantized_kvcache", &guarded<&attend_quantized_kvcache>);

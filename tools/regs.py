@@ -44,6 +44,10 @@ SPILLS_OF_LISTS = {
     ("backward_2cta", "Rich", 192): 12,
     ("backward_2cta", "Rich", 256): 36,
 }
+# The same in the kernels of e4m3 inputs, by head dim: in threads that load, and at 128 in sums of
+# one level.
+SPILLS_OF_E4M3 = {64: 8, 128: 256, 256: 80}
+_E4M3 = "4"  # its place among DType
 _TIERS = ("Plain", "Rich")
 
 _FIELDS = {
@@ -91,6 +95,8 @@ def excess(usages: list[Usage]) -> list[Usage]:
 
 def _allowed(usage: Usage) -> int:
     fields = dict(part.split() for part in usage.config.split(", ")) if usage.config else {}
+    if fields.get("dtype") == _E4M3:
+        return SPILLS_OF_E4M3[int(fields["head_dim"])]
     of_hopper = SPILLS_OF_LISTS if fields.get("tiles") == "1" else {}
     table = SPILLS if fields.get("arch") == "80" else of_hopper
     tier = _TIERS[int(fields.get("tier", 0))]

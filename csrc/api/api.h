@@ -15,6 +15,9 @@ void bwd_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void varlen_bwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void varlen_bwd_out(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
+void fp8_fwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void fp8_varlen_fwd(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+
 void fwd_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void attend_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void attend_quantized_kvcache(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);

@@ -177,7 +177,10 @@ void describe_lists(FwdProblem& p, const FwdArguments& a, int rows) {
 }
 
 FwdProblem make_problem(const FwdArguments& a) {
-  const DType dtype = dtype_of(a.q, a.allow_tf32);
+  return make_problem(a, dtype_of(a.q, a.allow_tf32));
+}
+
+FwdProblem make_problem(const FwdArguments& a, DType dtype) {
   check_shapes(a);
   const bool dense = !a.sequences;
   const int head_axis = dense ? 2 : 1;

@@ -8,6 +8,8 @@ namespace flash_cute {
 
 // Checks the inputs and fills everything but the results.
 FwdProblem make_problem(const FwdArguments& a);
+// The same for inputs that are to be of this dtype.
+FwdProblem make_problem(const FwdArguments& a, DType dtype);
 
 // The pages of `batch` sequences, from a block_table; k holds all pages.
 Pages make_pages(const View& block_table, const View& k, int batch, const View& q);

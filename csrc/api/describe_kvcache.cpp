@@ -19,7 +19,11 @@ Descale make_descale(const std::optional<View>& t, const KvcacheArguments& a, in
   check_device(*t, a.q, name);
   check_shape(*t, of_rows ? a.k_cache.sizes : of_heads, of_rows ? 3 : 2, name);
   const int head = t->dims - 1;
-  return {static_cast<const float*>(t->ptr), of_rows, t->stride(0), of_rows ? t->stride(1) : 0, t->stride(head)};
+  return {.ptr = static_cast<const float*>(t->ptr),
+          .batch = t->stride(0),
+          .row = of_rows ? t->stride(1) : 0,
+          .head = t->stride(head),
+          .each = of_rows};
 }
 
 Cache make_cache(const KvcacheArguments& a, int batch) {

@@ -11,6 +11,7 @@
 #include "kernels/passes/combine_splits.h"
 #include "kernels/passes/probabilities.h"
 #include "kernels/passes/sink_grad.h"
+#include "kernels/passes/transpose_values.h"
 #include "kernels/passes/zero_fill.h"
 
 namespace flash_cute {
@@ -48,6 +49,9 @@ void run(const Step<op>& step, const Problem<op>& problem, const View& q) {
     check_cuda(config.id().c_str(), cudaErrorInvalidConfiguration);
   if constexpr (op != Op::Bwd) {
     if (step.passes.zero_fill) check_cuda("zero_fill", zero_fill(problem, stream));
+  }
+  if constexpr (op == Op::Fwd) {
+    if (step.passes.transpose_values) check_cuda("transpose_values", transpose_values(params, stream));
   }
   const cudaError_t error = kernel_of<op>(step.kernel).launch(params, stream);
   if (error != cudaSuccess) check_cuda(config.id().c_str(), error);

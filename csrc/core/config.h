@@ -7,7 +7,8 @@ namespace flash_cute {
 
 enum class Op { Fwd, Bwd, Decode };  // Decode: forward over a key/value cache
 enum class Arch { Sm80 = 80, Sm90 = 90 };
-// TF32 and TF32x3: fp32, in one or in three products of TF32. INT8: of caches alone.
+// TF32 and TF32x3: fp32, in one or in three products of TF32. E4M3: fp8, of inputs or caches, with results in 16 bits.
+// INT8: of caches alone.
 enum class DType { FP16, BF16, TF32, TF32x3, E4M3, INT8 };
 enum class Tier { Plain, Rich };  // Rich: with softcap, ALiBi and dropout (ScoreRules), and scales below 0
 // The tiles that a kernel visits: consecutive ones, or those of a list (TileLists). Tokens: consecutive tiles of keys for

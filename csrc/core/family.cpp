@@ -29,7 +29,7 @@ const std::vector<Row>& rows_of_configs() {
       for (const KernelConfig& config : family->rows) all.push_back({config});
     }
     auto place = [](const Row& row) {
-      return std::tuple(row.config.op == Op::Decode, element_bytes(row.config.dtype), row.config.op);
+      return std::tuple(row.config.op == Op::Decode, row.config.fp32(), row.config.op);
     };
     std::ranges::stable_sort(all, {}, place);
     return all;

@@ -20,10 +20,10 @@ constexpr TileEntry kPlaceholderEntry{};
 float placeholder_result;
 
 DType dtype_named(const std::string& given) {
-  for (const DType dtype : {DType::FP16, DType::BF16, DType::TF32, DType::TF32x3}) {
+  for (const DType dtype : {DType::FP16, DType::BF16, DType::TF32, DType::TF32x3, DType::E4M3}) {
     if (given == name(dtype)) return dtype;
   }
-  throw std::invalid_argument("flash_cute: dtype is " + given + "; expected fp16, bf16, tf32 or tf32x3");
+  throw std::invalid_argument("flash_cute: dtype is " + given + "; expected fp16, bf16, tf32, tf32x3 or e4m3");
 }
 
 void read_cache_dtype(JsonFields& in, Cache& cache) {

@@ -110,6 +110,23 @@ struct TileLists {
   constexpr bool on() const { return ptr != nullptr; }
 };
 
+// What numbers of 8 bits are multiplied by, fp32, strides in elements; null: 1. With `each` every row and head of q, k or
+// a cache, or every channel and kv head of v, has its own; else every kv head of a sequence. Rows of pages are [pages,
+// page_size, h_k].
+struct Descale {
+  const float* ptr = nullptr;
+  int64_t batch = 0, row = 0, head = 0;  // batch: of sequences, or of pages; row: of rows, or channels
+  bool each = false;
+};
+
+// Attention of e4m3 inputs.
+struct Fp8Options {
+  Descale q, k, v;
+  bool negative = false;  // scores are times -softmax_scale
+  bool two_level = true;  // sums of P V are flushed to fp32 after every tile of keys
+  DType out = DType::BF16;
+};
+
 struct FwdProblem {
   DType dtype;
   int batch, heads, heads_k, head_dim, head_dim_v;
@@ -123,6 +140,7 @@ struct FwdProblem {
   TensorView q, k, v;
   Pages pages;  // of k and v, for kernels that read pages; ids may be null
   TileLists lists;
+  Fp8Options fp8;  // of e4m3 inputs
   TensorView out;
   RowStats lse;  // natural log
   RowStats row_max;  // may be null
@@ -133,6 +151,8 @@ struct FwdProblem {
   constexpr bool knows_keys() const { return dense_keys() && varlen.used_k == nullptr; }  // their lengths, on the host
   constexpr int64_t all_rows() const { return dense() ? int64_t(batch) * seqlen_q : total_q; }
   constexpr int64_t all_keys() const { return dense_keys() ? int64_t(batch) * seqlen_k : total_k; }
+
+  constexpr int out_bytes() const { return element_bytes(dtype == DType::E4M3 ? fp8.out : dtype); }  // of a number
 
   // The cheapest tier that supports it. A negative scale turns maxima into minima, which only Rich handles.
   Tier tier() const {
@@ -146,13 +166,6 @@ constexpr void clamp_lengths(FwdProblem& p) {
   p.seqlen_q = static_cast<int>(std::min<int64_t>(p.seqlen_q, p.total_q));
   p.seqlen_k = static_cast<int>(std::min<int64_t>(p.seqlen_k, p.total_k));
 }
-
-// What the numbers of K or V of an 8-bit cache are multiplied by, strides in elements.
-struct Descale {
-  const float* ptr = nullptr;  // [batch, h_k], or of rows [pages, page_size, h_k]; null: 1
-  bool of_rows = false;
-  int64_t batch = 0, row = 0, head = 0;  // batch: of sequences, or of pages
-};
 
 // A key/value cache, whose tensors are pages. Index tensors are unchecked device data: cached_seq.h clamps them.
 struct Cache {

@@ -49,6 +49,7 @@ struct RouteChooser {
     return {&kernel,
             plan,
             {.zero_fill = !problem.dense() && !family_of(kernel).fills_gaps(kernel, problem),
+             .transpose_values = kernel.dtype == DType::E4M3,
              .combine_splits = plan.num_splits > 1,
              .probabilities = problem.softmax != nullptr}};
   }

@@ -18,6 +18,7 @@ namespace flash_cute {
 struct Passes {
   bool zero_fill =
       false;  // of rows that belong to no packed sequence, if the kernel or its first pass does not fill them
+  bool transpose_values = false;  // of e4m3
   bool combine_splits = false;  // decode's kernels launch theirs themselves
   bool probabilities = false, sink_gradient = false;
 };

@@ -15,6 +15,7 @@ void add_launches(std::vector<std::string>& names, const Step<op>& step, bool ap
   };
   add(step.passes.zero_fill, "zero_fill");
   add(append, "append_keys");
+  add(step.passes.transpose_values, "transpose_values");
   names.push_back(step.kernel->id());
   add(step.passes.combine_splits, "combine_splits");
   add(step.passes.probabilities, "probabilities");

@@ -11,7 +11,7 @@ struct Row {
   KernelConfig config;
 };
 
-// Forward and backward of 16 bits, then of fp32, then decode; each op family by family, in the order of rows.def.
+// Forward and backward of 16 bits and of e4m3, then of fp32, then decode; each op family by family, in the order of rows.def.
 const std::vector<Row>& rows_of_configs();
 
 }  // namespace flash_cute

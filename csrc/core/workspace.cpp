@@ -4,6 +4,7 @@
 #include <initializer_list>
 
 #include "core/family.h"
+#include "core/layout/transposed_values.h"
 
 namespace flash_cute {
 
@@ -15,10 +16,15 @@ static int64_t product(std::initializer_list<int64_t> factors) {
 }
 
 FwdWorkspace lay_out(Arena& arena, const KernelConfig& config, const FwdProblem& p, const FwdPlan& plan) {
-  if (plan.num_splits == 1) return {};
+  FwdWorkspace work;
+  if (config.dtype == DType::E4M3) {
+    const auto values = TransposedValues::of(p);
+    work.values = arena.take(product({values.sequences, p.heads_k, p.head_dim_v, values.keys / 4}));
+    if (values.scales_keys) work.key_factors = arena.take(product({values.sequences, p.heads_k, values.keys}));
+  }
+  if (plan.num_splits == 1) return work;
   const int64_t rows = p.all_rows(), results = product({plan.num_splits, p.heads, rows});
   auto stats = [&] { return RowStats{arena.take(results), p.dense() ? p.seqlen_q : 0, rows}; };
-  FwdWorkspace work;
   work.split_columns = config.head_dim_v;
   work.split_out = arena.take(product({results, config.head_dim_v}));
   work.split_lse = stats();

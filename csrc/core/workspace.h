@@ -14,6 +14,9 @@ struct FwdWorkspace {
   RowStats split_lse{};        // [num_splits * h, rows of all sequences]
   RowStats split_row_max{};    // as split_lse; null without row_max
   int split_columns = 0;       // of the kernel's tile of V
+  // Of e4m3 (core/layout/transposed_values.h): V, and what scores are to be multiplied by for each key; null if nothing.
+  void* values = nullptr;
+  float* key_factors = nullptr;
 };
 
 // The padded rows of backward's workspaces: each sequence starts on a multiple of `block`, and no two share a block.
@@ -33,8 +36,8 @@ struct StripBits {
 constexpr int kSlabRows = 64;  // keys of a slab of BwdWorkspace::split_sums: a warpgroup's
 
 struct BwdWorkspace {
-  RowStats lse_log2{};        // lse / ln 2; +inf where a row does not exist or sees no key. Rows are PaddedRows.
-  RowStats row_dot{};         // softmax_d / rules.gradient_scale(), 0 where a row does not exist
+  RowStats lse_log2{};  // lse / ln 2; +inf where a row does not exist or sees no key. Rows are PaddedRows.
+  RowStats row_dot{};  // softmax_d / rules.gradient_scale(), 0 where a row does not exist
   float* dq_accum = nullptr;  // [b, h, rows, head_dim of the kernel], each block of rows in an order of its own
   // [b, h, rows / block_m, warps]: key tiles that have added to a query tile (Serialized), or 1 once the first has
   // stored (FirstStores). Atomic: element 0 counts the steps, or parts of walks, of all CTAs that share L2.

@@ -12,7 +12,7 @@ from flash_cute import kernels
 from flash_cute.native import library
 
 _ID = re.compile(
-    r"(fwd|bwd|decode)_sm(\d+)_(fp16|bf16|tf32|tf32x3)_(plain|rich)_d(\d+)x(\d+)_.*_w\d+_.*?"
+    r"(fwd|bwd|decode)_sm(\d+)_(fp16|bf16|tf32|tf32x3|e4m3)_(plain|rich)_d(\d+)x(\d+)_.*_w\d+_.*?"
     r"(?:_(e4m3|int8))?"
 )
 
@@ -35,7 +35,8 @@ class Kernel(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        return {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.precision, torch.float32)
+        names = {"fp16": torch.float16, "bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
+        return names.get(self.precision, torch.float32)
 
     @property
     def has_dropout(self) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import sys
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from flash_cute import kernels, lab, ops
 from flash_cute.lab.kernel_configs import get_kernels_to_build
 from flash_cute.lab.test.utils import generate_qkv
 from flash_cute.native import library
-from flash_cute.ops.typed import BwdCall
+from flash_cute.ops.typed import OPS, BwdCall
 from flash_cute.sparse.lists import tile_lists
 from flash_cute.testing.kernels import Kernel, parse
 from flash_cute.testing.kvcache import CacheCase, make_cache_inputs
@@ -106,6 +107,32 @@ def cached_in_8_bits(kernel: Kernel, missing: int) -> None:
                 make_quantized_inputs(given, "cuda", kernel.cache_dtype, kinds).run()
 
 
+def of_e4m3(kernel: Kernel, missing: int) -> None:
+    """Grouped heads, every kind of descale, dense and packed, and keys in pages; head dims that
+    miss some of the kernel's; sums in one level and in two."""
+    dim, dim_v = kernel.dim - missing, kernel.dim_v - missing
+    cu_seqlens = torch.tensor([0, 70, 70, 203], device="cuda", dtype=torch.int32)
+    table = torch.randperm(15, device="cuda").int().view(3, 5)
+    q = torch.randn(1, 230, HEADS, dim, device="cuda").to(kernel.dtype)
+    k = torch.randn(1, 240, 2, dim, device="cuda").to(kernel.dtype)
+    v = torch.randn(1, 240, 2, dim_v, device="cuda").to(kernel.dtype)
+    rows, channels = (
+        torch.rand(1, 230, HEADS, device="cuda"),
+        torch.rand(3, 2, dim_v, device="cuda"),
+    )
+    of_keys, of_heads = torch.rand(1, 240, 2, device="cuda"), torch.rand(3, 2, device="cuda")
+    for two_level in (False, True):
+        options: dict[str, Any] = {"two_level": two_level, "is_causal": True}
+        OPS.fp8_fwd(q, k, v, rows, of_keys, channels[:1], window_size_left=60, **options)
+        options |= {"q_descale": of_heads, "v_descale": channels, "softmax_scale": -0.1}
+        packed: Any = partial(OPS.fp8_varlen_fwd, q[0])
+        sequences = (cu_seqlens, cu_seqlens, 133, 133)
+        packed(k[0], v[0], *sequences, k_descale=of_keys, **options)
+        pages = k.view(15, 16, 2, dim), v.view(15, 16, 2, dim_v)
+        of_pages = of_keys.view(15, 16, 2)
+        packed(*pages, *sequences, block_table=table, k_descale=of_pages, **options)
+
+
 def sparse(kernel: Kernel, options: dict[str, Any]) -> None:
     """Causal, grouped heads, lengths that end inside a tile; lists for each kv head, with parts of
     tiles and token masks; a few entries name tiles, or masks, that are not there."""
@@ -162,6 +189,10 @@ def main(*parts: str) -> None:
         elif (kernel := parse(name)).cache is not None:
             for missing in (0, 16):
                 cached_in_8_bits(kernel, missing)
+        elif kernel.precision == "e4m3":
+            with library.only(name):
+                for missing in (0, 16, 21):
+                    of_e4m3(kernel, missing)
         elif kernel.op == "decode":
             cached(name, kernel.dtype, kernel.dim, kernel.dim_v)
             cached(name, kernel.dtype, kernel.dim - 8, kernel.dim_v - 16)

@@ -22,6 +22,7 @@ class Exact(NamedTuple):
     lse: Tensor  # (batch, heads, seqlen_q)
     scores: Tensor  # (batch, heads, seqlen_q, seqlen_k), -inf where hidden
     v: Tensor  # of each query head
+    sizes: Tensor  # (batch, heads, seqlen_q), the largest sum of |q| |k| that a row sees, scaled
 
     def weights(self) -> Tensor:
         return (self.scores - self.lse[..., None]).exp().nan_to_num(0.0)
@@ -31,21 +32,37 @@ class Exact(NamedTuple):
         none = self.scores.new_full((*self.scores.shape[:-1], 1), -torch.inf)
         return torch.cat((self.scores, none), -1).amax(-1, keepdim=True)
 
-    def bound(self, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    def bound(self, dtype: torch.dtype = torch.bfloat16, losses: int | None = None) -> Tensor:
         """Of each number of out, how far it may be off if weights p, at most 1 relative to the
         largest so far, are rounded as 2^8 p to e4m3, and divided by their sum; out to ``dtype``.
 
         Rounding changes p by 2^-4 of it, or where e4m3 is subnormal by 2^-10 / 2^8. What the sum
-        of errors times v does to out is the sum of errors times v - out.
+        of errors times v does to out is the sum of errors times v - out. ``losses``: of tensor
+        cores, how many products an accumulator adds: each may lose 2^-13 of the sum.
         """
         seen, largest = ~self.scores.isneginf(), self.largest()
         least = 2.0**-18 * (largest - self.lse[..., None]).exp()
-        errors = torch.where(seen, 2.0**-4 * self.weights() + least, 0.0).nan_to_num(0.0)
+        relative = 2.0**-4 if losses is None else 2.0**-4 + self.score_error()[..., None]
+        errors = torch.where(seen, relative * self.weights() + least, 0.0).nan_to_num(0.0)
         heads = zip(errors.unbind(1), self.v.unbind(2), self.out.unbind(2), strict=True)
         spreads = [(e[..., None] * (v[:, None] - o[:, :, None]).abs()).sum(2) for e, v, o in heads]
         lost = errors.sum(-1).transpose(1, 2)[..., None].clamp(max=0.9)
         unit = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}[dtype]
-        return torch.stack(spreads, 2) / (1 - lost) * (1 + unit) + unit * self.out.abs() + 1e-5
+        of_sums = 0.0
+        if losses is not None:
+            sums = torch.einsum("bhij,bjhd->bihd", self.weights(), self.v.abs())
+            of_sums = 2.0**-13 * losses * (sums + self.out.abs())
+        return (
+            torch.stack(spreads, 2) / (1 - lost) * (1 + unit)
+            + unit * self.out.abs()
+            + of_sums
+            + 1e-5
+        )
+
+    def score_error(self) -> Tensor:
+        """(batch, heads, seqlen_q): how far sums of products of q and k may be off in tensor cores,
+        whose accumulators keep about 14 bits of the largest number."""
+        return 2.0**-12 * self.sizes
 
     def rounded(self) -> Tensor:
         """out as it is if all keys are one tile: relative to the largest score of a row."""
@@ -95,7 +112,11 @@ def exact(
     if sink is not None:
         lse = torch.logaddexp(lse, sink.cpu().double()[None, :, None].expand_as(lse))
     weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
-    return Exact(torch.einsum("bhij,bjhd->bihd", weights, v), lse, scores, v)
+    sizes = torch.einsum("bihd,bjhd->bhij", q.abs(), k.abs())
+    sizes = sizes * abs(q.shape[-1] ** -0.5 if scale is None else scale)
+    none = scores.new_zeros((*scores.shape[:-1], 1))
+    sizes = torch.cat((sizes.masked_fill(hidden, 0), none), -1).amax(-1)
+    return Exact(torch.einsum("bhij,bjhd->bihd", weights, v), lse, scores, v, sizes)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> tuple[Tensor, Tensor]:

@@ -66,14 +66,16 @@ struct KeySplit {
   }
 };
 
-// The keys of a split that some query of a cluster sees, and in how many tiles of kBlockN from the first on.
-template <int kBlockN>
+// The keys of a split that some query of a cluster sees, and in how many tiles of kBlockN from the first on, which is
+// rounded down to a multiple of kAlign.
+template <int kBlockN, int kAlign = 1>
 struct SplitKeys {
   RowSpan keys;
   int count;
 
   FC_HOST_DEVICE SplitKeys(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, KeySplit split)
       : keys(visible_keys(seq, p.band, queries.of_cluster.row, queries.rows)) {
+    keys.first -= keys.first % kAlign;
     const int tiles = detail::at_least(0, (keys.last - keys.first + kBlockN - 1) / kBlockN);
     const auto [begin, end] = split.of(tiles, p.num_splits);
     count = end - begin;
@@ -82,14 +84,14 @@ struct SplitKeys {
 };
 
 // Consecutive tiles; tile 0 starts at the split's first key that some query of the cluster sees.
-template <int kBlockN, int kGroups>
-struct SharedKvInterval : SplitKeys<kBlockN> {
-  using SplitKeys<kBlockN>::keys, SplitKeys<kBlockN>::count;
+template <int kBlockN, int kGroups, int kAlign = 1>
+struct SharedKvInterval : SplitKeys<kBlockN, kAlign> {
+  using SplitKeys<kBlockN, kAlign>::keys, SplitKeys<kBlockN, kAlign>::count;
   TileRange ranges[kGroups];
   bool halves[kGroups];
 
   FC_HOST_DEVICE SharedKvInterval(const FwdParams& p, const SeqInfo& seq, const QueryGroups& queries, KeySplit split)
-      : SplitKeys<kBlockN>(p, seq, queries, split) {
+      : SplitKeys<kBlockN, kAlign>(p, seq, queries, split) {
     for (int i = 0; i < kGroups; ++i) {
       const int row = queries.tile.row + 64 * i % queries.rows_of_head;
       const bool exists = row < seq.q.length;

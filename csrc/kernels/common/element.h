@@ -3,6 +3,7 @@
 
 #include <cuda_runtime.h>
 #include <cutlass/bfloat16.h>
+#include <cutlass/float8.h>
 #include <cutlass/half.h>
 
 #include "core/config.h"
@@ -19,6 +20,11 @@ struct ElementTraits<DType::FP16> {
 template <>
 struct ElementTraits<DType::BF16> {
   using Element = cutlass::bfloat16_t;
+};
+
+template <>
+struct ElementTraits<DType::E4M3> {
+  using Element = cutlass::float_e4m3_t;
 };
 
 template <DType dtype>

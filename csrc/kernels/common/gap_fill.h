@@ -91,7 +91,7 @@ struct GapFills {
       return {{GapFill::of_queries(f, p.dq, f.head_dim, bytes, p.softmax_d, {}, 0.f),
                GapFill::of_keys(f, p.dk, f.head_dim, bytes), GapFill::of_keys(f, p.dv, f.head_dim_v, bytes)}};
     } else {
-      return {{GapFill::of_queries(p, p.out, p.head_dim_v, element_bytes(p.dtype), p.lse, p.row_max, -INFINITY)}};
+      return {{GapFill::of_queries(p, p.out, p.head_dim_v, p.out_bytes(), p.lse, p.row_max, -INFINITY)}};
     }
   }
 

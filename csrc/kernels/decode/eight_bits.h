@@ -44,7 +44,7 @@ class EightBitCopy : public CacheCopy<uint8_t, kThreads, kKeys, kCols, kColsV> {
   }
 
   CUTE_DEVICE void load(int bytes) {
-    if (this->p_.cache.k.of_rows || this->p_.cache.v.of_rows) load_descales(bytes);
+    if (this->p_.cache.k.each || this->p_.cache.v.each) load_descales(bytes);
     Base::load(bytes);
   }
 
@@ -65,7 +65,7 @@ class EightBitCopy : public CacheCopy<uint8_t, kThreads, kKeys, kCols, kColsV> {
   }
 
   CUTE_DEVICE void load_descale(const Descale& descale, uint32_t to, int page, int row) const {
-    if (!descale.of_rows) return;
+    if (!descale.each) return;
     const float* from = descale.ptr + head_ * descale.head;
     if (page >= 0) from += page * descale.batch + this->row_of_page(row) * descale.row;
     cp_async_4(to, from, page >= 0 ? 4 : 0);
@@ -138,7 +138,7 @@ template <int kRows>
 class Descaling {
  public:
   CUTE_DEVICE Descaling(const DecodeParams& p, int b, int head)
-      : k_of_rows_(p.cache.k.of_rows), v_of_rows_(p.cache.v.of_rows) {
+      : k_of_rows_(p.cache.k.each), v_of_rows_(p.cache.v.each) {
     k_ = of_head(p.cache.k, b, head);
     v_ = of_head(p.cache.v, b, head);
   }
@@ -190,7 +190,7 @@ class Descaling {
   static constexpr uint32_t kExponent = 0x7f800000;
 
   CUTE_DEVICE static float of_head(const Descale& descale, int b, int head) {
-    return descale.ptr == nullptr || descale.of_rows ? 1.f : descale.ptr[b * descale.batch + head * descale.head];
+    return descale.ptr == nullptr || descale.each ? 1.f : descale.ptr[b * descale.batch + head * descale.head];
   }
 
   template <class Scores>

@@ -101,16 +101,18 @@ inline EncodeTiled find_encode_tiled() {
                                                                       : nullptr;
 }
 
-// Encodes a map of 16-bit numbers with the swizzle of an atom of columns; `base` may lie before the memory.
-inline cudaError_t encode_map(CUtensorMap& map, void* base, const cuuint64_t (&sizes)[5],
-                              const cuuint64_t (&strides)[4], const cuuint32_t (&box)[5]) {
+// Encodes a map of numbers of 1 or 2 bytes with the swizzle of an atom of columns; `base` may lie before the memory.
+template <int kElement>
+cudaError_t encode_map(CUtensorMap& map, void* base, const cuuint64_t (&sizes)[5], const cuuint64_t (&strides)[4],
+                       const cuuint32_t (&box)[5]) {
   static const EncodeTiled encode = find_encode_tiled();
+  static_assert(kElement == 1 || kElement == 2);
   if (encode == nullptr) return cudaErrorNotSupported;
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
   auto encode_once = [&] {
-    return encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, base, sizes, strides, box, steps,
-                  CU_TENSOR_MAP_INTERLEAVE_NONE,
-                  box[0] * 2 == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+    return encode(&map, kElement == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 5, base, sizes,
+                  strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                  box[0] * kElement == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
   CUresult status = encode_once();
@@ -128,7 +130,6 @@ template <class Element>
 cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int head_dim, int longest, int64_t total, int heads,
                             int batch, int box_rows, int tile_cols, int box_heads = 1) {
   constexpr int64_t kElement = sizeof(Element);
-  static_assert(kElement == 2, "maps of other elements have types of their own");
   const bool dense = total < 0;
   if (!dense) longest = static_cast<int>(std::clamp<int64_t>(longest, 1, total));
   const cuuint64_t sizes[5] = {cuuint64_t(head_dim), cuuint64_t(longest), cuuint64_t((dense ? longest : total) + 1),
@@ -141,7 +142,7 @@ cudaError_t make_ragged_map(RaggedMap& result, const TensorView& m, int head_dim
   result.longest = longest;
   result.batch_step = dense ? 1 : 0;
   char* const base = static_cast<char*>(m.ptr) - int64_t(longest) * int64_t(strides[0]);
-  return encode_map(result.map, base, sizes, strides, box);
+  return encode_map<kElement>(result.map, base, sizes, strides, box);
 }
 
 // For load_tokens(): boxes of `tokens` tokens, each with `group` heads. Dense: (dim, head of the group, row, kv head,
@@ -150,7 +151,6 @@ template <class Element>
 cudaError_t make_token_map(RaggedMap& result, const TensorView& m, int head_dim, int longest, int64_t total, int heads,
                            int batch, int group, int tokens, int tile_cols) {
   constexpr int64_t kElement = sizeof(Element);
-  static_assert(kElement == 2, "maps of other elements have types of their own");
   const bool dense = total < 0;
   if (!dense) longest = static_cast<int>(std::clamp<int64_t>(longest, 1, total));
   auto bytes = [&](int64_t stride) { return cuuint64_t(stride > 0 ? stride * kElement : 16); };
@@ -164,7 +164,7 @@ cudaError_t make_token_map(RaggedMap& result, const TensorView& m, int head_dim,
   result.longest = longest;
   result.batch_step = dense ? 1 : 0;
   char* const base = static_cast<char*>(m.ptr) - (dense ? 0 : int64_t(longest) * int64_t(strides[1]));
-  return encode_map(result.map, base, sizes, strides, box);
+  return encode_map<kElement>(result.map, base, sizes, strides, box);
 }
 
 }  // namespace flash_cute::hopper
