@@ -42,7 +42,8 @@ def test_rotary_embedding_comes_before_rounding(device, dtype, page, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_numbers_as_descales_round_out_alone(device, dtype):
-    """The bits of the 16-bit call over the same numbers, whose out is multiplied once."""
+    """The bits of the 16-bit call over the same numbers, whose out is multiplied once. CUDA's
+    kernels round weights to fp16, not to bf16, and out once."""
     q = torch.randn(2, 3, 4, 64, device=device).to(BF16)
     caches = [torch.randn(2, 50, 2, 64, device=device).mul(30).to(dtype) for _ in range(2)]
     out, lse = flash_cute.flash_attn_with_kvcache(
@@ -51,7 +52,13 @@ def test_numbers_as_descales_round_out_alone(device, dtype):
     expected, expected_lse = flash_cute.flash_attn_with_kvcache(
         q, *(x.to(BF16) for x in caches), softmax_scale=0.03 * 64**-0.5, return_softmax_lse=True
     )
-    assert torch.equal(out, (expected.float() * 0.3).to(BF16)) and torch.equal(lse, expected_lse)
+    expected = (expected.float() * 0.3).to(BF16)
+    if device == "cpu":
+        assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
+    else:
+        largest = 0.3 * caches[1].float().abs().max().item()
+        torch.testing.assert_close(out, expected, rtol=2**-6, atol=2**-8 * largest)
+        torch.testing.assert_close(lse, expected_lse)
 
 
 class Ops(TorchDispatchMode):

@@ -134,4 +134,6 @@ def test_pages_that_do_not_exist_read_as_in_16_bits(device, pages, by_index):
         where = {"block_table": table}
     expected = flash_cute.flash_attn_with_kvcache(q, *(x.to(BF16) for x in caches), **where)
     got = flash_cute.flash_attn_with_kvcache(q, *caches, **where)
-    torch.testing.assert_close(got, expected, rtol=0 if device == "cpu" else 2e-2, atol=0.0)
+    # CUDA's kernels of 16 bits round weights to bf16, those of 8 bits to fp16.
+    off = 0.0 if device == "cpu" else 2**-8 * caches[1].float().abs().max().item()
+    torch.testing.assert_close(got, expected, rtol=0.0, atol=off)
