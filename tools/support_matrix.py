@@ -33,7 +33,7 @@ FEATURES = {
     "fp32, fp64": (YES, "fp32: in TF32 if torch's matmuls are, else as accurate as fp32"),
     "e4m3 q, k and v, forward": (
         "weights in e4m3, out in bf16 or fp16; widened with softcap, ALiBi, dropout, sparse",
-        _WIDENED,
+        f"the same on Hopper; else {_WIDENED}",
     ),
     "other fp8 q, k and v, forward": (_WIDENED, _WIDENED),
     "head dims, of v its own": ("any", "1 to {largest}"),

@@ -1,10 +1,12 @@
 """fp8 inputs of the attention functions. Forward only, with descales.
 
-q, k and v of e4m3 are computed as they are where there is an implementation of that: on the CPU;
-there are no CUDA kernels of it yet. Scores are those of their values, in fp32. Weights are rounded
-to e4m3, too: 2^8 times what they are relative to the largest score so far, of each by 2^-4 at most,
-and by 2^-18 of the largest. They are divided by the sum of what they were rounded to; the
-log-sum-exp is of weights before that. Out is bf16 or fp16.
+q, k and v of e4m3 are computed as they are on the CPU and on Hopper. Scores are those of their
+values, in fp32. Weights are rounded to e4m3, too: 2^8 times what they are relative to the largest
+score so far, of each by 2^-4 at most, and by 2^-18 of the largest. They are divided by the sum of
+what they were rounded to; the log-sum-exp is of weights before that. Out is bf16 or fp16. Hopper's
+tensor cores keep about 14 bits of a sum of products: scores are off by about 2^-13 of the largest
+partial sum, and of V's products each may lose 2^-13 of the sum of 128 keys, which then joins the
+others in fp32.
 
 Other calls are widened, and :func:`flash_cute.fp8.why_widened` says why: e5m2, v in 16 bits, out in
 fp32, softcap, dropout, slopes, probabilities, lists of keys, DTensors, sinks with a gradient, and
