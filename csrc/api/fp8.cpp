@@ -123,8 +123,8 @@ void attend_fp8(StableIValue* stack, bool varlen) {
   describe_fp8(p, a);
   const torch::stable::accelerator::DeviceGuard guard(q.device);
   const ScalarType out_dtype = p.fp8.out == DType::FP16 ? ScalarType::Half : ScalarType::BFloat16;
-  Tensor out = q.dims == 4 ? allocate(q, {q.size(0), q.size(1), q.size(2), p.head_dim_v}, out_dtype)
-                           : allocate(q, {q.size(0), q.size(1), p.head_dim_v}, out_dtype);
+  const Tensor out = q.dims == 4 ? allocate(q, {q.size(0), q.size(1), q.size(2), p.head_dim_v}, out_dtype)
+                                 : allocate(q, {q.size(0), q.size(1), p.head_dim_v}, out_dtype);
   const Tensor softmax_lse = allocate_row_stats(q);
   p.out = tensor_view(View(out), "out");
   p.lse = row_stats(View(softmax_lse), "softmax_lse", q);
@@ -135,10 +135,8 @@ void attend_fp8(StableIValue* stack, bool varlen) {
     int* const counts = static_cast<int*>(lengths.data_ptr());
     check_cuda("count_paged_keys",
                count_paged_keys(p.varlen.cu_k, p.varlen.used_k, p.batch, p.seqlen_k, counts, current_stream(q)));
-    const Descale k_descale = p.fp8.k;
     p = over_pages(p, counts).fwd;
     p.varlen.used_k = counts;
-    p.fp8.k = k_descale;
   }
   if (p.all_rows() == 0 || p.heads == 0) return in.put(out, softmax_lse);
   Tensor no_keys;

@@ -26,15 +26,15 @@ struct WarpRows {
       key_factors += (sequence * params.p.heads_k + work.head_k) * params.keys_of_values +
                      TransposedValues::first_key(params.p, work.seq.k, work.tile.batch);
     }
-    const float of_head = params.p.softmax_scale * (fp8.k.each ? 1.f : of_kv_head(fp8.k));
+    const float head_scale = params.p.softmax_scale * (fp8.k.each ? 1.f : of_kv_head(fp8.k));
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int row = min(work.tile.row + get<0>(at(r, 0)), work.seq.q.length - 1);
       const Descale& q = fp8.q;
-      const float of_row =
+      const float row_descale =
           !q.each ? of_kv_head(q)
                   : q.ptr[work.tile.batch * q.batch + (work.seq.q.offset + row) * q.row + work.tile.head * q.head];
-      softmax.scale_log2[r] = positive_scale_log2(of_head * of_row);
+      softmax.scale_log2[r] = positive_scale_log2(head_scale * row_descale);
       softmax.row_max[r] = -INFINITY;
       softmax.row_sum[r] = 0.f;
     }

@@ -26,9 +26,8 @@ CUTE_DEVICE void produce_values(const Fp8Params& params, typename ForwardTraits<
     const auto first = static_cast<int>(TransposedValues::first_key(p, work.seq.k, work.tile.batch));
     for (int n = work.tiles.count - 1; n >= 0; --n) {
       storage.pipeline_v.producer_acquire(at_v);
-      params.values.template load<C.head_dim_v>(
-          storage.v[at_v.stage()], storage.pipeline_v.producer_expect_tx(at_v, T::kBytesV),
-          first + work.tiles.first_key(n), work.head_k, p.dense_keys() ? work.tile.batch : 0);
+      params.values.load(storage.v[at_v.stage()], storage.pipeline_v.producer_expect_tx(at_v, T::kBytesV),
+                         first + work.tiles.first_key(n), work.head_k, p.dense_keys() ? work.tile.batch : 0);
       at_v.advance();
     }
   }

@@ -21,8 +21,8 @@ constexpr int part_dims(const KernelConfig& c) {
 
 // Bytes of shared memory of a CTA; kernels assert that their storage is no larger.
 constexpr int smem_bytes(const KernelConfig& c) {
-  const int of_tile = c.block_n * (c.head_dim + c.head_dim_v + kOnes);
-  return kQueryTiles * c.block_m * c.head_dim + c.stages * of_tile + 2 * kBookkeeping;
+  const int tile_bytes = c.block_n * (c.head_dim + c.head_dim_v + kOnes);
+  return kQueryTiles * c.block_m * c.head_dim + c.stages * tile_bytes + 2 * kBookkeeping;
 }
 
 }  // namespace flash_cute::sm90::fp8

@@ -13,8 +13,8 @@ namespace fp8 {
 struct ValuesMap {
   CUtensorMap map;
 
-  // Loads all dims of kKeys keys; `barrier` counts the bytes.
-  template <int kDims, class Element>
+  // Loads all dims of a tile of keys; `barrier` counts the bytes.
+  template <class Element>
   CUTE_DEVICE void load(Element* to, uint64_t* barrier, int key, int head, int sequence) const {
     SM90_TMA_LOAD_5D::copy(&map, barrier, uint64_t(TMA::CacheHintSm90::EVICT_LAST), to, key, 0, head, sequence, 0);
   }
