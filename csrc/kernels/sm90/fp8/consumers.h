@@ -55,10 +55,11 @@ struct WarpRows {
     }
   }
 
-  // Scores (rows,columns) of tile n become weights.
-  template <bool kMasked, class Scores, class Coordinates>
+  // Scores (rows,columns) of tile n become weights. Full tiles and others share the code of the softmax.
+  template <class Scores, class Coordinates>
   CUTE_DEVICE void step(Scores scores, const Coordinates& at, const KvTiles auto& tiles, int n, float (&factors)[2]) {
-    if constexpr (kMasked) BandMask(work.seq, params.p.band).hide(scores, at, work.tile.row, tiles.first_key(n));
+    scale_keys(scores, tiles.first_key(n) + get<1>(at(0, 0)));
+    if (!tiles.full(n)) BandMask(work.seq, params.p.band).hide(scores, at, work.tile.row, tiles.first_key(n));
     softmax.step(scores, factors);
   }
 
@@ -67,6 +68,9 @@ struct WarpRows {
   template <class Outputs, class Coordinates>
   CUTE_DEVICE void store(const Outputs& outputs, const Coordinates& at) {
     const FwdParams& p = params.p;
+    const Descale& v = p.fp8.v;
+    float damping[2], factor[2];  // of a row's sums
+    uint16_t* to[2];  // null: the row does not exist
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       Tensor last = outputs(Int<T::kParts - 1>{});
@@ -74,39 +78,70 @@ struct WarpRows {
       const int row = work.tile.row + get<0>(at(r, 0));
       const bool exists = row < work.seq.q.length;
       if (exists && get<1>(at(0, 0)) == 0) p.lse.ptr[first_of(p.lse, work.tile, work.seq) + row] = total.lse;
-      const int64_t to =
+      damping[r] = total.damping;
+      factor[r] = total.inverse * (v.each ? 1.f : of_kv_head(v));
+      const int64_t first =
           work.tile.batch * p.out.batch + (work.seq.q.offset + row) * p.out.row + work.tile.head * p.out.head;
+      to[r] = exists ? static_cast<uint16_t*>(p.out.ptr) + first : nullptr;
+    }
+    if (v.each) scale_channels(outputs, at);
+    // Stores eight numbers of an n-tile at a time.
+    auto store_eights = [&](const auto& store_eight) {
       for_each(make_int_sequence<T::kParts>{}, [&](auto part) {
         Tensor output = outputs(part);
         CUTE_UNROLL
         for (int first = 0; first < T::kPartDims / 4; first += 8) {  // columns of this thread, of four n-tiles
-          uint32_t words[4];
           CUTE_UNROLL
-          for (int i = 0; i < 4; ++i) {
-            const int c = first + 2 * i;
-            auto value = [&](int j) {
-              const int col = part * T::kPartDims + get<1>(at(0, 0)) + column_offset(c) + j;
-              return output(r, c + j) * total.damping * (total.inverse * of_channel(min(col, p.head_dim_v - 1)));
-            };
-            words[i] = out_pair(value(0), value(1));
+          for (int r = 0; r < 2; ++r) {
+            uint32_t words[4];
+            CUTE_UNROLL
+            for (int i = 0; i < 4; ++i) {
+              const int c = first + 2 * i;
+              auto value = [&](int j) { return output(r, c + j) * damping[r] * factor[r]; };
+              words[i] = out_pair(value(0), value(1));
+            }
+            transpose_quad(words);
+            const int col = part * T::kPartDims + column_offset(first) + 4 * get<1>(at(0, 0));
+            if (to[r] != nullptr) store_eight(to[r], col, words);
           }
-          transpose_quad(words);
-          const int col = part * T::kPartDims + column_offset(first) + 4 * get<1>(at(0, 0));
-          if (exists) store_columns(to + col, p.head_dim_v - col, words);
+        }
+      });
+    };
+    // Two codes: a work tile runs its own once, and would wait for the instructions of both.
+    if (p.out.vectors && p.head_dim_v % 8 == 0) {
+      store_eights([&](uint16_t* row, int col, const uint32_t (&words)[4]) {
+        if (col < p.head_dim_v) *reinterpret_cast<uint4*>(row + col) = {words[0], words[1], words[2], words[3]};
+      });
+    } else {
+      store_eights([&](uint16_t* row, int col, const uint32_t (&words)[4]) {
+        CUTE_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          if (col + i < p.head_dim_v) row[col + i] = static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2));
         }
       });
     }
   }
 
  private:
-  CUTE_DEVICE float of_kv_head(const Descale& descale) const {
-    return descale.ptr == nullptr ? 1.f : descale.ptr[work.tile.batch * descale.batch + work.head_k * descale.head];
+  // Multiplies sums by the descales of v's channels.
+  template <class Outputs, class Coordinates>
+  CUTE_DEVICE void scale_channels(const Outputs& outputs, const Coordinates& at) const {
+    const Descale& v = params.p.fp8.v;
+    const float* const descales = v.ptr + work.tile.batch * v.batch + work.head_k * v.head;
+    for_each(make_int_sequence<T::kParts>{}, [&](auto part) {
+      Tensor output = outputs(part);
+      CUTE_UNROLL
+      for (int c = 0; c < T::kPartDims / 4; ++c) {
+        const int col = part * T::kPartDims + get<1>(at(0, 0)) + column_offset(c);
+        const float descale = descales[min(col, params.p.head_dim_v - 1) * v.row];
+        output(0, c) *= descale;
+        output(1, c) *= descale;
+      }
+    });
   }
 
-  CUTE_DEVICE float of_channel(int col) const {
-    const Descale& v = params.p.fp8.v;
-    if (v.ptr == nullptr) return 1.f;
-    return v.ptr[work.tile.batch * v.batch + work.head_k * v.head + col * v.row];
+  CUTE_DEVICE float of_kv_head(const Descale& descale) const {
+    return descale.ptr == nullptr ? 1.f : descale.ptr[work.tile.batch * descale.batch + work.head_k * descale.head];
   }
 
   // Two numbers of out.
@@ -130,19 +165,6 @@ struct WarpRows {
         const uint32_t other = __shfl_xor_sync(~0u, odd ? words[i] : words[i + lanes], lanes);
         words[i] = odd ? other : words[i];
         words[i + lanes] = odd ? words[i + lanes] : other;
-      }
-    }
-  }
-
-  // Stores eight numbers of out, of which `left` exist.
-  CUTE_DEVICE void store_columns(int64_t to, int left, const uint32_t (&words)[4]) const {
-    uint16_t* const out = static_cast<uint16_t*>(params.p.out.ptr) + to;
-    if (left >= 8 && params.p.out.vectors) {
-      *reinterpret_cast<uint4*>(out) = {words[0], words[1], words[2], words[3]};
-    } else {
-      CUTE_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        if (i < left) out[i] = static_cast<uint16_t>(words[i / 2] >> 16 * (i % 2));
       }
     }
   }
@@ -219,14 +241,6 @@ CUTE_DEVICE void consume(const Fp8Params& params, typename ForwardTraits<C>::Sto
                               typename T::template LayoutV<part>{});  // (dim,key)
       start_product<kFirst>(mma, tSrP, mma.get_slice(group * 128).partition_fragment_B(sV), acc);
     };
-    auto weigh = [&](auto& tSrS, int n) __attribute__((always_inline)) {
-      rows.scale_keys(rows_of(tSrS), tiles.first_key(n) + get<1>(at(0, 0)));
-      if (tiles.full(n)) {
-        rows.template step<false>(rows_of(tSrS), at, tiles, n, factors);
-      } else {
-        rows.template step<true>(rows_of(tSrS), at, tiles, n, factors);
-      }
-    };
 
     int n = work.tiles.count - 1;
     for_each(parts, [&](auto part) { clear(get<part>(sums)); });
@@ -239,7 +253,7 @@ CUTE_DEVICE void consume(const Fp8Params& params, typename ForwardTraits<C>::Sto
           start_scores(tSrS);
           wait_products<0>(tSrS);
           release_k();
-          weigh(tSrS, n);
+          rows.step(rows_of(tSrS), at, tiles, n, factors);
           round_weights(tSrS, tSrP);
         }
         // After this wait V of the tile is in shared memory.
