@@ -2,13 +2,13 @@
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
-#include <cmath>
 
 #include "api/api.h"
 #include "api/describe.h"
 #include "api/fwd.h"
 #include "api/run.h"
 #include "api/tensors.h"
+#include "core/e4m3.h"
 #include "kernels/passes/pad_rows.h"
 #include "kernels/passes/pages.h"
 
@@ -77,46 +77,62 @@ void describe_fp8(FwdProblem& p, const Fp8Arguments& a) {
   FC_CHECK(!a.dtype || *a.dtype == ScalarType::BFloat16 || *a.dtype == ScalarType::Half,
            "dtype is not supported for out; supported: torch.bfloat16, torch.float16");
   if (a.dtype == ScalarType::Half) p.fp8.out = DType::FP16;
-  p.fp8.negative = p.softmax_scale < 0;
-  p.softmax_scale = std::fabs(p.softmax_scale);
+  move_sign(p);
 }
 
-// Columns that TMA can load of each row: whole vectors, and none of the kernel's blocks of columns is empty.
-int padded_dim(const FwdProblem& p) {
-  const int wide = p.head_dim_v > 128 && p.head_dim <= 128 ? 256 : p.head_dim;
-  return (wide + 15) / 16 * 16;
-}
-
-// The same q or k where TMA can read it; `memory` holds a copy.
-TensorView readable(const TensorView& x, const FwdProblem& p, int batches, int64_t rows, int heads, int dim,
-                    const View& q, Tensor& memory) {
-  if (x.vectors && dim == p.head_dim) return x;
-  memory = allocate(q, {batches, rows, heads, dim}, q.dtype);
+// A copy of q's or k's rows, which `memory` holds, with zeros behind their columns.
+TensorView pad(const TensorView& x, const StoredRows& rows, const FwdProblem& p, int dim, const View& q,
+               Tensor& memory) {
+  memory = allocate(q, {rows.batches, rows.rows, rows.heads, dim}, q.dtype);
   auto* const to = static_cast<uint8_t*>(memory.data_ptr());
-  check_cuda("pad_rows", pad_rows(x, batches, rows, heads, p.head_dim, to, dim, current_stream(q)));
-  const int64_t row = int64_t(heads) * dim;
-  return {to, x.batch == 0 ? 0 : rows * row, row, dim, true};
+  check_cuda("pad_rows", pad_rows(x, rows.batches, rows.rows, rows.heads, p.head_dim, to, dim, current_stream(q)));
+  return rows.contiguous(dim, to);
 }
 
-// Gives a problem without keys a row of them that no sequence has: TMA cannot describe none. Returns its memory.
-Tensor replace_keys(FwdProblem& p, const View& q) {
-  const int64_t row = int64_t(p.heads_k) * 512;  // at least of the padded head dim
-  const Tensor memory = allocate(q, {p.batch * (row + int64_t{4})}, ScalarType::Byte);
+// What the steps before the kernel write.
+struct Fp8Memory {
+  Tensor counts, no_keys, k, v, k_descale, lengths, padded_q, padded_k;
+};
+
+FwdProblem without_keys(const FwdProblem& p, const View& q, Tensor& memory) {
+  const int64_t row = over_no_keys(p, nullptr, nullptr).k.row;
+  memory = allocate(q, {p.batch * (row + int64_t{4})}, ScalarType::Byte);
   auto* const lengths = static_cast<uint8_t*>(memory.data_ptr()) + p.batch * row;
   check_cuda("cudaMemsetAsync", cudaMemsetAsync(lengths, 0, p.batch * sizeof(int), current_stream(q)));
-  p.k = p.v = {memory.data_ptr(), row, row, 512, true};
-  p.pages = {};
-  p.seqlen_k = 1;
-  p.total_k = p.batch;
-  p.varlen.cu_k = nullptr;
-  p.varlen.used_k = reinterpret_cast<const int*>(lengths);
-  return memory;
+  return over_no_keys(p, memory.data_ptr(), reinterpret_cast<const int*>(lengths));
+}
+
+// Copies k, v and the descales of k's rows out of pages.
+FwdProblem gather(const FwdProblem& p, const Route& route, const View& q, Fp8Memory& memory) {
+  const int rows = route.gathered_rows;
+  memory.k = allocate(q, {p.batch, rows, p.heads_k, p.head_dim}, q.dtype);
+  memory.v = allocate(q, {p.batch, rows, p.heads_k, p.head_dim_v}, q.dtype);
+  memory.lengths = allocate(q, {p.batch}, ScalarType::Int);
+  DecodeProblem from{};
+  from.fwd = p;
+  from.cache.lengths = p.varlen.used_k;
+  GatheredKeys to{tensor_view(View(memory.k), "k"), tensor_view(View(memory.v), "v"), rows,
+                  static_cast<int*>(memory.lengths.data_ptr())};
+  check_cuda("gather_pages", gather_pages(from, to, current_stream(q)));
+  FwdProblem gathered = over_gathered(p, rows, to.k, to.v, to.lengths);
+  if (!p.fp8.k.each) return gathered;
+  // Descales are keys of one dim of four bytes.
+  const Descale& k = p.fp8.k;
+  memory.k_descale = allocate(q, {p.batch, rows, p.heads_k, 1}, ScalarType::Float);
+  from.fwd.dtype = DType::TF32;
+  from.fwd.head_dim = 1;
+  from.fwd.head_dim_v = 0;
+  from.fwd.k = {const_cast<float*>(k.ptr), k.batch, k.row, k.head, false};
+  to.k = tensor_view(View(memory.k_descale), "k_descale");
+  check_cuda("gather_pages", gather_pages(from, to, current_stream(q)));
+  gathered.fp8.k = {static_cast<const float*>(to.k.ptr), to.k.batch, to.k.row, to.k.head, true};
+  return gathered;
 }
 
 void attend_fp8(StableIValue* stack, bool varlen) {
   Stack in(stack);
   const Fp8Arguments a = take_fp8(in, varlen);
-  const View &q = a.fwd.q, &k = a.fwd.k;
+  const View& q = a.fwd.q;
   FC_CHECK(q.dtype == ScalarType::Float8_e4m3fn,
            "q is not torch.float8_e4m3fn, which flash_cute.quantize_fp8 makes; k and v are to be of it, too");
   FwdProblem p = make_problem(a.fwd, DType::E4M3);
@@ -128,25 +144,23 @@ void attend_fp8(StableIValue* stack, bool varlen) {
   const Tensor softmax_lse = allocate_row_stats(q);
   p.out = tensor_view(View(out), "out");
   p.lse = row_stats(View(softmax_lse), "softmax_lse", q);
-  Tensor lengths, padded_q, padded_k;
-  const bool paged = p.pages.ids != nullptr;
-  if (paged) {
-    lengths = allocate(q, {p.batch}, ScalarType::Int);
-    int* const counts = static_cast<int*>(lengths.data_ptr());
+  if (p.all_rows() == 0 || p.heads == 0) return in.put(out, softmax_lse);
+  const Route route = choose_route(built_kernels(), p, device(q.device));
+  Fp8Memory memory;
+  if (route.count_keys) {
+    memory.counts = allocate(q, {p.batch}, ScalarType::Int);
+    int* const counts = static_cast<int*>(memory.counts.data_ptr());
     check_cuda("count_paged_keys",
                count_paged_keys(p.varlen.cu_k, p.varlen.used_k, p.batch, p.seqlen_k, counts, current_stream(q)));
-    p = over_pages(p, counts).fwd;
-    p.varlen.used_k = counts;
+    p = over_counted_pages(p, counts);
   }
-  if (p.all_rows() == 0 || p.heads == 0) return in.put(out, softmax_lse);
-  Tensor no_keys;
-  if (p.all_keys() == 0 || (paged && p.pages.count == 0)) no_keys = replace_keys(p, q);
-  const int dim = padded_dim(p);
-  auto batches = [](const View& x) { return x.dims == 4 ? static_cast<int>(x.size(0)) : 1; };
-  p.q = readable(p.q, p, batches(q), q.size(q.dims - 3), p.heads, dim, q, padded_q);
-  if (!no_keys.defined()) p.k = readable(p.k, p, batches(k), k.size(k.dims - 3), p.heads_k, dim, q, padded_k);
-  p.head_dim = dim;
-  run_forward(choose_route(built_kernels(), p, device(q.device)), p, q);
+  const Fp8Copies& copies = route.copies;
+  if (copies.no_keys) p = without_keys(p, q, memory.no_keys);
+  if (route.gather) p = gather(p, route, q, memory);
+  if (copies.q) p.q = pad(p.q, stored_queries(p), p, copies.head_dim, q, memory.padded_q);
+  if (copies.k) p.k = pad(p.k, stored_keys(p), p, copies.head_dim, q, memory.padded_k);
+  p.head_dim = copies.head_dim;
+  run_forward(route, p, q);
   in.put(out, softmax_lse);
 }
 

@@ -148,6 +148,8 @@ std::string set_calibration(std::string lines) {
 
 std::string calibration_bucket(std::string problem) {
   const PlanRequest request = read_plan_request(problem);
+  const bool in_fp8 = request.op == Op::Fwd && request.fwd().dtype == DType::E4M3;
+  if (in_fp8) return bucket<Op::Fwd>(over_copies(request.fwd()), request.gpu);
   if (request.op == Op::Fwd && request.fwd().pages.ids != nullptr) {
     const DecodeProblem p = over_pages(request.fwd());
     if (reads_pages_in_place(p)) return bucket<Op::Decode>(p, request.gpu);

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "core/card.h"
+#include "core/e4m3.h"
 #include "core/json.h"
 
 namespace flash_cute {
@@ -58,9 +59,9 @@ Device read_gpu(JsonFields& in) {
 }
 
 // Contiguous (batch, rows, heads, dim).
-TensorView contiguous(int64_t rows, int heads, int dim, bool dense, bool aligned) {
+TensorView contiguous(int64_t rows, int heads, int dim, bool dense, bool aligned, int vector) {
   const int64_t row = int64_t(heads) * dim;
-  return {nullptr, dense ? rows * row : 0, row, dim, aligned && dim % 8 == 0};
+  return {nullptr, dense ? rows * row : 0, row, dim, aligned && dim % vector == 0};
 }
 
 FwdProblem read_problem(JsonFields& in) {
@@ -99,10 +100,12 @@ FwdProblem read_problem(JsonFields& in) {
   if (in.flag("lists")) p.lists = {.ptr = &kPlaceholderEntry, .ranks = &kPlaceholderIndex};
   if (in.flag("varlen")) p.varlen.cu_q = p.varlen.cu_k = &kPlaceholderIndex;
   const bool aligned = !in.flag("unaligned");
-  p.q = contiguous(p.seqlen_q, p.heads, p.head_dim, p.dense(), aligned);
-  p.out = contiguous(p.seqlen_q, p.heads, p.head_dim_v, p.dense(), aligned);
-  p.k = contiguous(p.seqlen_k, p.heads_k, p.head_dim, p.dense(), aligned);
-  p.v = contiguous(p.seqlen_k, p.heads_k, p.head_dim_v, p.dense(), aligned);
+  const int vector = p.dtype == DType::E4M3 ? 16 : 8;
+  auto view = [&](int rows, int heads, int dim) { return contiguous(rows, heads, dim, p.dense(), aligned, vector); };
+  p.q = view(p.seqlen_q, p.heads, p.head_dim);
+  p.out = view(p.seqlen_q, p.heads, p.head_dim_v);
+  p.k = view(p.seqlen_k, p.heads_k, p.head_dim);
+  p.v = view(p.seqlen_k, p.heads_k, p.head_dim_v);
   return p;
 }
 
@@ -145,6 +148,7 @@ PlanRequest read_plan_request(const std::string& problem) {
     if (in.flag("seqused_q")) p.varlen.used_q = &kPlaceholderIndex;
     if (in.flag("return_row_max")) p.row_max.ptr = &placeholder_result;
     if (in.flag("return_softmax")) p.softmax = &placeholder_result;
+    if (p.dtype == DType::E4M3) move_sign(p);
   } else if (request.op == Op::Bwd) {
     if (!p.dense() && !p.lists.on()) clamp_lengths(p);
     request.bwd.deterministic = in.flag("deterministic");

@@ -129,11 +129,18 @@ bool reads_pages_in_place(const DecodeProblem& p) {
 Route choose_route(const Kernels& kernels, const FwdProblem& problem, const Device& gpu) {
   const RouteChooser chooser{kernels, gpu};
   Route route;
-  if (problem.pages.ids == nullptr) {
+  route.count_keys = problem.pages.ids != nullptr;
+  if (problem.dtype == DType::E4M3) {
+    route.copies = copies_of(problem);
+    route.gather = route.copies.gather;
+    route.gathered_rows = route.copies.gathered_rows;
+    chooser.add_forward(route, over_copies(problem), true);
+    return route;
+  }
+  if (!route.count_keys) {
     chooser.add_forward(route, problem, true);
     return route;
   }
-  route.count_keys = true;
   DecodeProblem p = over_pages(problem);
   if (reads_pages_in_place(p)) {
     chooser.add_cached(route, p);

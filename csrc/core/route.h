@@ -9,6 +9,7 @@
 #include "core/built.h"
 #include "core/config.h"
 #include "core/device.h"
+#include "core/e4m3.h"
 #include "core/plan.h"
 #include "core/problem.h"
 
@@ -41,10 +42,11 @@ struct Route {
   Step<Op::Fwd> in_pages;   // or a forward kernel does
   bool gather = false;      // keys are copied out of the cache, for the next steps
   int gathered_rows = 0;    // of each sequence
+  Fp8Copies copies;         // of e4m3 inputs, whose gather is the one above
   // Row maxima under an element-wise rule need a launch of their own: a kernel that computes them rounds differently,
   // and out and lse must not depend on optional results.
   Step<Op::Fwd> row_max;
-  Step<Op::Fwd> forward;  // over keys that are dense, packed or gathered
+  Step<Op::Fwd> forward;  // over keys that are dense, packed or gathered, or e4m3 in pages
 
   bool over_cache() const { return decode || in_pages; }
   // Whether the steps after the cache's kernel compute the call again, for row maxima or probabilities. Their out and

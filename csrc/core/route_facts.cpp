@@ -72,6 +72,9 @@ std::vector<std::string> launches(const Route& route) {
   if (route.append && !route.decode) names.push_back("append_keys");
   add_launches(names, route.in_pages);
   if (route.gather) names.push_back("gather_pages");
+  for (const bool copied : {route.copies.q, route.copies.k}) {
+    if (copied) names.push_back("pad_rows");
+  }
   add_launches(names, route.row_max);
   add_launches(names, route.forward);
   return names;
@@ -84,6 +87,7 @@ std::vector<std::string> launches(const Step<Op::Bwd>& step) {
 }
 
 int64_t workspace_bytes(const Route& route, const FwdProblem& problem) {
+  if (problem.dtype == DType::E4M3) return bytes_of_copies(problem) + bytes_of(route.forward, over_copies(problem));
   if (problem.pages.ids == nullptr) return bytes_of_forward(route, problem);
   DecodeProblem p = over_pages(problem);
   const int64_t cached = bytes_of_cached(route, p);

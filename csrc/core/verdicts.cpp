@@ -94,6 +94,8 @@ std::vector<Verdict> verdicts(const PlanRequest& request) {
     judge_over_cache(all, request, request.decode);
     const bool gathers = !request.decode.whole_vectors() && !request.decode.cache.eight_bits;
     if (gathers) judge_gathered(all, request, request.decode.fwd, request.decode.fwd.seqlen_k);
+  } else if (request.fwd().dtype == DType::E4M3) {
+    Candidates<Op::Fwd>(request, over_copies(request.fwd()), true).judge(all, "");
   } else if (request.fwd().pages.ids == nullptr) {
     Candidates<Op::Fwd>(request, request.fwd(), true).judge(all, "");
   } else {

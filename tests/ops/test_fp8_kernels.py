@@ -74,6 +74,15 @@ def test_views():
     check(*OPS.fp8_fwd(q.transpose(1, 2), k.transpose(1, 2), v[:, ::2]), expected)
 
 
+@pytest.mark.parametrize("dim", [64, 40])
+def test_heads_and_sequences_that_are_one_in_memory(dim):
+    q, k, v = values(2, 100, 1, dim), values(1, 300, 2, dim), values(1, 300, 2, dim)
+    views = q.expand(2, 100, 4, dim), k.expand(2, 300, 2, dim), v.expand(2, 300, 2, dim)
+    shapes = [x.shape for x in views]
+    given = [x.expand(shape) for x, shape in zip(on("cuda", q, k, v), shapes, strict=True)]
+    check(*OPS.fp8_fwd(*given), exact(*views))
+
+
 @pytest.mark.parametrize("size", [1e4, 1e9, 1e30])
 def test_huge_scores(size):
     """What the largest score gets is 1, whatever its size."""

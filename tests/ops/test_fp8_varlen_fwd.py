@@ -92,6 +92,40 @@ def test_pages(device, kind, with_seqused):
         check(out[None, rows], lse[None, :, rows], exact(*stood_for, causal=True))
 
 
+@pytest.mark.parametrize("kind", ["none", "head", "all"])
+@pytest.mark.parametrize("size", [1, 5, 20, 24, 100])
+def test_pages_of_any_size(device, size, kind):
+    """Kernels cannot read all of them in place. Rows behind the lengths are NaN."""
+    lengths = (133, 1, 0, 60)
+    most = max(lengths) // size + 1
+    q, k, v = (
+        values(*n, h, 40) for n, h in (((9,), 4), ((4 * most, size), 2), ((4 * most, size), 2))
+    )
+    table = torch.randperm(4 * most).int().view(4, most)
+    cu_q = offsets("cpu", 5, 1, 0, 3)
+    descales = descales_of(kind, q, k, v, 4)
+    expected, is_used = [], torch.zeros(4 * most, size, dtype=torch.bool)
+    for b, length in enumerate(lengths):
+        places = table[b].long().repeat_interleave(size)[:length], torch.arange(length) % size
+        is_used[places] = True
+        rows = slice(int(cu_q[b]), int(cu_q[b + 1]))
+        keys, found = k[places][None], v[places][None]
+        of_k = descales[1]
+        if of_k is not None:
+            of_k = of_k[places][None] if of_k.dim() == 3 else of_k[b : b + 1]
+        of_q, of_v = (of_sequence(descales[i], b, rows, (1, 9, 4)) for i in (0, 2))
+        stood_for = meant(q[None, rows], of_q), meant(keys, of_k), meant(found, of_v)
+        expected.append((rows, exact(*stood_for, causal=True)))
+    k, v = (x.float().masked_fill(~is_used[..., None, None], torch.nan).to(E4M3) for x in (k, v))
+    used = torch.tensor(lengths).int()
+    out, lse = OPS.fp8_varlen_fwd(
+        *on(device, q, k, v, cu_q, torch.zeros(5).int()), 5, max(lengths), None,
+        *on(device, used, table, *descales), is_causal=True,
+    )  # fmt: skip
+    for rows, one in expected:
+        check(out[None, rows], lse[None, :, rows], one)
+
+
 def test_pages_that_do_not_exist_read_as_zeros(device):
     """With descales of rows, too."""
     q, k, v = values(3, 2, 16), values(2, 8, 2, 16), values(2, 8, 2, 16)

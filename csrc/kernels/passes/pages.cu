@@ -68,6 +68,7 @@ cudaError_t gather_pages(const DecodeProblem& p, const GatheredKeys& to, cudaStr
                        p.fwd.head_dim % in_vector == 0 && p.fwd.head_dim_v % in_vector == 0;
   if (vectors) return launch_kernel<gather<uint4>>(ctas, kThreads, 0, stream, p, to, in_vector, ctas_of_sequence);
   if (bytes == 4) return launch_kernel<gather<uint32_t>>(ctas, kThreads, 0, stream, p, to, 1, ctas_of_sequence);
+  if (bytes == 1) return launch_kernel<gather<uint8_t>>(ctas, kThreads, 0, stream, p, to, 1, ctas_of_sequence);
   return launch_kernel<gather<uint16_t>>(ctas, kThreads, 0, stream, p, to, 1, ctas_of_sequence);
 }
 

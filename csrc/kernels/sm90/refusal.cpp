@@ -1,5 +1,5 @@
 // Why Hopper's kernels do not support a problem.
-#include "kernels/sm90/addressable.h"
+#include "core/layout/addressable.h"
 #include "kernels/sm90/family.h"
 #include "kernels/sm90/resources.h"
 
@@ -7,13 +7,13 @@ namespace flash_cute::sm90 {
 namespace {
 
 bool addressable(const BwdProblem& p) {
-  if (p.fp32_gradients) return sm90::addressable(p.fwd, {p.fwd.q, p.dout}, {p.fwd.k, p.fwd.v});
-  return sm90::addressable(p.fwd, {p.fwd.q, p.dout, p.dq}, {p.fwd.k, p.fwd.v, p.dk, p.dv});
+  if (p.fp32_gradients) return flash_cute::addressable(p.fwd, {p.fwd.q, p.dout}, {p.fwd.k, p.fwd.v});
+  return flash_cute::addressable(p.fwd, {p.fwd.q, p.dout, p.dq}, {p.fwd.k, p.fwd.v, p.dk, p.dv});
 }
 
 bool has_empty_columns(const KernelConfig& config, const FwdProblem& p) {
-  return sm90::has_empty_columns(config.dtype, config.head_dim, p.head_dim) ||
-         sm90::has_empty_columns(config.dtype, config.head_dim_v, p.head_dim_v);
+  return flash_cute::has_empty_columns(config.dtype, config.head_dim, p.head_dim) ||
+         flash_cute::has_empty_columns(config.dtype, config.head_dim_v, p.head_dim_v);
 }
 
 }  // namespace

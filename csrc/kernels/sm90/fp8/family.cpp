@@ -1,6 +1,6 @@
 #include "kernels/sm90/fp8/family.h"
 
-#include "kernels/sm90/addressable.h"
+#include "core/layout/addressable.h"
 #include "kernels/sm90/fp8/resources.h"
 
 namespace flash_cute::sm90::fp8 {
@@ -27,7 +27,8 @@ int Fp8Family::threads(const KernelConfig& config) const {
 
 // V is read by a pass, without TMA.
 void Fp8Family::refuse(Refusal& refusal, const KernelConfig& config, const FwdProblem& problem) const {
-  refusal.tensor_map = !addressable(problem, {problem.q}, {problem.k});
+  const bool reads = problem.batch > 0 && problem.all_rows() > 0;
+  refusal.tensor_map = reads && !addressable(problem, {problem.q}, {problem.k});
   refusal.empty_columns = has_empty_columns(config.dtype, config.head_dim, problem.head_dim);
   refusal.pages = problem.pages.ids != nullptr && problem.pages.together(config.block_n) % 8 != 0;
   refusal.dropout = problem.rules.rng != nullptr;

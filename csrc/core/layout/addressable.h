@@ -1,4 +1,4 @@
-// What TMA can address, on the host: the refusals that all kernels for Hopper share.
+// What TMA can address, on the host.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 #include "core/layout/smem_atoms.h"
 #include "core/problem.h"
 
-namespace flash_cute::sm90 {
+namespace flash_cute {
 
 // Whether TMA can address all of a tensor.
 inline bool addressable(const TensorView& m, DType dtype, int64_t rows, int heads, int batch) {
@@ -43,4 +43,4 @@ inline bool has_empty_columns(DType dtype, int tile_columns, int head_dim) {
   return head_dim <= tile_columns - atom_columns(tile_columns, element_bytes(dtype));
 }
 
-}  // namespace flash_cute::sm90
+}  // namespace flash_cute
