@@ -30,7 +30,8 @@ _MOST_BYTES = 128 << 20  # of a cache
 _MARK = "erfinv"  # torch's kernel before and after each call
 _PASSES = {
     "append_and_rotate": "append_keys", "count_keys": "count_paged_keys", "fill_gaps": "zero_fill",
-    "gather": "gather_pages", "merge_rows": "combine_splits",
+    "gather": "gather_pages", "merge_rows": "combine_splits", "pad": "pad_rows",
+    "transpose": "transpose_values",
 }  # fmt: skip
 _CONFIG = re.compile(r"KernelConfig\{([^}]*)\}")
 _NUMBER = re.compile(r"(?:\([^)]*\))?(-?\d+)")
@@ -177,7 +178,48 @@ class Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-def observed(cases: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def e4m3_fields_of(draw: random.Random) -> dict[str, Any]:
+    """One call of e4m3 inputs, as JSON holds it."""
+    heads_k = pick(draw, 1, 2, 4)
+    given = {
+        "dim": pick(draw, 64, 128, 256, 80, 40, 13), "dim_v": pick(draw, 64, 128, 256, 24, 7),
+        "heads_k": heads_k, "heads": heads_k * pick(draw, 1, 4), "batch": size(draw, 8),
+        "seqlen_q": size(draw, 500), "capacity": size(draw, 1000),
+        "page_size": pick(draw, 0, 0, 1, 16, 100, 256), "softcap": draw.random() < 0.2,
+    }  # fmt: skip
+    return given | {"packed": given["page_size"] > 0 or draw.random() < 0.5}
+
+
+def e4m3_call_of(fields: dict[str, Any], device: str = "cuda") -> Callable[[], object]:
+    """The call over fresh tensors."""
+    batch, rows, keys, page = (fields[x] for x in ("batch", "seqlen_q", "capacity", "page_size"))
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(torch.float8_e4m3fn)
+
+    blocks = -(-keys // page) if page else 0
+    lead = (
+        (batch * blocks, page) if page else (batch * keys,) if fields["packed"] else (batch, keys)
+    )
+    q = normal(
+        *((batch * rows,) if fields["packed"] else (batch, rows)), fields["heads"], fields["dim"]
+    )
+    k, v = (normal(*lead, fields["heads_k"], fields[x]) for x in ("dim", "dim_v"))
+    options: dict[str, Any] = {"causal": True, "softcap": 20.0 * fields["softcap"]}
+    if not fields["packed"]:
+        return lambda: flash_cute.flash_attn_func(q, k, v, **options)
+    cu_q, cu_k = (
+        torch.arange(0, batch * n + 1, n, dtype=torch.int32, device=device) for n in (rows, keys)
+    )
+    if page:
+        table = torch.randperm(batch * blocks, device=device).int().view(batch, blocks)
+        options["block_table"] = table
+    return lambda: flash_cute.flash_attn_varlen_func(q, k, v, cu_q, cu_k, rows, keys, **options)
+
+
+def observed(
+    cases: list[dict[str, Any]], call_of: Callable[[dict[str, Any]], Callable[[], object]] = call_of
+) -> Iterator[dict[str, Any]]:
     """Each case with its log and its kernels."""
     log = Lines()
     logging.getLogger("flash_cute").addHandler(log)

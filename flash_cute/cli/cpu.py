@@ -44,12 +44,10 @@ def reasons(problem: Problem) -> list[str]:
 
 
 def computes_e4m3(problem: Problem) -> bool:
-    """Whether the op of e4m3 inputs computes it, if v is e4m3, too: the options that
-    :func:`flash_cute.fp8.why_widened` has reasons for are off."""
+    """Whether the op of e4m3 inputs computes it."""
     import torch
 
-    has_rules = problem.softcap or problem.alibi or problem.dropout or problem.lists
-    return problem.op == "fwd" and problem.dtype == torch.float8_e4m3fn and not has_rules
+    return problem.dtype == torch.float8_e4m3fn and not problem.is_widened
 
 
 def path(problem: Problem) -> str:

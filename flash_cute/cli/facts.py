@@ -126,8 +126,8 @@ def _explain_cpu(problem: Problem, as_json: bool) -> None:
     tables.say(f"why: {', '.join(why) or 'the call is plain'}")
     if problem.varlen or problem.op == "decode":
         tables.say("each sequence is computed by itself, and takes the path of its own lengths")
-    if problem.is_widened and not cpu.computes_e4m3(problem):
-        tables.say("fp8 is widened to 16 bits, which is exact")
+    for line in tables.notes(problem.reasons_to_widen):
+        tables.say(line)
 
 
 def _explain_gpu(
@@ -138,7 +138,7 @@ def _explain_gpu(
     from . import tables
 
     where = options.gpu(gpu)
-    rows = kernels.explain(problem, where)
+    rows, notes = kernels.explain(problem, where), tables.notes(kernels.why_widened(problem, where))
     walks_lists = {kernel.id: kernel.tiles == "list" for kernel in kernels.kernels()}
     alike = [row for row in rows if every or walks_lists[row.id] == problem.lists]
     shown = [row for row in alike if every or "computes in" not in row.reason]
@@ -149,12 +149,12 @@ def _explain_gpu(
             "problem": str(problem),
             "plan": plan and asdict(plan),
             "kernels": [asdict(row) for row in shown],
-            "notes": tables.notes(problem),
+            "notes": notes,
         }
         typer.echo(json.dumps(found, indent=1))
         raise typer.Exit(int(plan is None))
     heading = f"{problem} on {gpu if gpu in cards.ARCHS else options.described(gpu).name}"
-    for line in (heading, *tables.notes(problem)):
+    for line in (heading, *notes):
         tables.say(line)
     if plan is not None:
         tables.say(f"plan: {plan}")

@@ -15,7 +15,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from flash_cute import kernels
-from flash_cute.kernels import Gpu, KernelConfig, Problem, Verdict
+from flash_cute.kernels import Gpu, KernelConfig, Verdict
 
 from .profile import ROOFS, Profile
 
@@ -122,11 +122,11 @@ def of_profiles(found: Iterable[Profile]) -> Rows:
     return Rows(table, lines)
 
 
-def notes(problem: Problem) -> list[str]:
-    """Remarks for the reader of a plan."""
-    if not problem.is_widened:
+def notes(reasons: Sequence[str]) -> list[str]:
+    """Remarks for the reader of a plan of fp8, with the reasons to widen it."""
+    if not reasons:
         return []
     return [
-        f"{problem.dtype} has no kernels yet: q, k and v are widened to 16 bits, which is exact, "
-        "and this is the plan of the 16-bit call"
+        "q, k and v are widened to 16 bits, which is exact, and run as a 16-bit call: "
+        + ", ".join(reasons)
     ]

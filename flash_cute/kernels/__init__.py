@@ -17,6 +17,7 @@ from flash_cute.kernels.plans import (
     nearest,
     only,
     plan,
+    why_widened,
 )
 from flash_cute.kernels.problem import OPS, Problem
 from flash_cute.kernels.support import supports
@@ -41,4 +42,5 @@ __all__ = [
     "plan",
     "supports",
     "use_calibration",
+    "why_widened",
 ]

@@ -65,7 +65,8 @@ def fp8(call: FwdCall | VarlenFwdCall) -> None:
     """Logs a call of an op of e4m3 inputs."""
     if not call.q.is_cuda:
         tile = f"{QUERY_BLOCK} queries x {KEY_BLOCK} keys a tile, weights in e4m3"
-        say_of_cpu((call.q, call.k, call.v), "fp8_fwd", tile)
+        return say_of_cpu((call.q, call.k, call.v), "fp8_fwd", tile)
+    say((call.q, call.k, call.v), "fwd", lambda _: kernels.Problem.of_call(call))
 
 
 def cache(call: FwdKvcacheCall) -> None:

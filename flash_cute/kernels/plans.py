@@ -11,12 +11,14 @@ from dataclasses import dataclass, fields, replace
 import torch
 
 from flash_cute.call import validate
+from flash_cute.call.fp8 import DTYPES as FP8_DTYPES
 from flash_cute.kernels.configs import KernelConfig, kernels
 from flash_cute.kernels.gpus import GPUS, Gpu, as_gpu
 from flash_cute.kernels.problem import Problem
 from flash_cute.native import limits
 from flash_cute.native.library import can_use_cuda, has_cuda_kernels
 from flash_cute.native.library import kernels as built_kernels
+from flash_cute.ops import has_fp8_attention
 
 MOST_SPLITS = 128  # of the keys, in a call of Hopper's forward
 
@@ -122,7 +124,45 @@ def explain(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[Verdi
             print(row.verdict, row.id, row.reason)
     """
     rows = json.loads(torch.ops.flash_cute.explain(_request(problem, gpu)))
-    return tuple(Verdict(**row) for row in rows)
+    found = tuple(Verdict(**row) for row in rows)
+    reasons = why_widened(problem, gpu)
+    if not reasons:
+        return found
+    of_e4m3 = {kernel.id for kernel in kernels() if kernel.dtype == "e4m3"}
+    why = f"the call is widened: {', '.join(reasons)}"
+    return tuple(
+        replace(row, reason=f"{why}; {row.reason}") if row.id in of_e4m3 else row for row in found
+    )
+
+
+def why_widened(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[str, ...]:
+    """The reasons for which a call with fp8 q and k is widened to 16 bits, and has the plan of the
+    16-bit call; none if kernels of e4m3 inputs compute it, and for other dtypes. Arguments and
+    ValueError are :func:`plan`'s; :func:`flash_cute.fp8.why_widened` is the same of a call.
+
+    Example::
+
+        import torch
+        from flash_cute import kernels
+
+        problem = kernels.Problem(dtype=torch.float8_e4m3fn, seqlen_q=4096)
+        assert kernels.why_widened(problem, "h200") == ()
+        print(kernels.why_widened(problem, "a100"))
+    """
+    _check(problem)
+    if problem.dtype not in FP8_DTYPES:
+        return ()
+    reasons = list(problem.reasons_to_widen)
+    where = _where(gpu)
+    if isinstance(where, Gpu):
+        if where.capability != 90:
+            reasons.insert(0, f"there are no kernels of e4m3 inputs for sm_{where.capability}")
+    elif not has_fp8_attention(device := torch.device("cuda", where)):
+        reasons.insert(0, f"there are no kernels of e4m3 inputs for {device}")
+    most = validate.CUDA_MAX_HEAD_DIM
+    dims = {"q": problem.head_dim, "v": problem.head_dim_v or problem.head_dim}
+    reasons += [f"{name}'s head dim is {x}, above {most}" for name, x in dims.items() if x > most]
+    return tuple(reasons)
 
 
 def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:
@@ -136,19 +176,32 @@ def bucket(problem: Problem, gpu: Gpu | str | int | None = None) -> str:
     return torch.ops.flash_cute.calibration_bucket(_request(problem, gpu))
 
 
-def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
+def _check(problem: Problem) -> None:
     if not isinstance(problem, Problem):
         raise ValueError(f"problem is {problem!r}; expected a kernels.Problem")
-    request = problem.request()
+
+
+def _where(gpu: Gpu | str | int | None) -> Gpu | int:
+    """The GPU, or the index of one of this machine."""
     if gpu is None:
         gpu = torch.cuda.current_device() if can_use_cuda() else "h100"
-    if isinstance(gpu, int) and not isinstance(gpu, bool):
-        validate.count("gpu", gpu)
-        if not has_cuda_kernels():
-            raise ValueError(f"gpu is {gpu}, and this build has no CUDA; give one of {list(GPUS)}")
-        return json.dumps(request | {"device": gpu, "built_only": True})
-    gpu = as_gpu(gpu)
-    facts = {f"gpu_{f.name}": getattr(gpu, f.name) for f in fields(gpu) if f.name != "name"}
+    if not isinstance(gpu, int) or isinstance(gpu, bool):
+        return as_gpu(gpu)
+    validate.count("gpu", gpu)
+    if not has_cuda_kernels():
+        raise ValueError(f"gpu is {gpu}, and this build has no CUDA; give one of {list(GPUS)}")
+    return gpu
+
+
+def _request(problem: Problem, gpu: Gpu | str | int | None) -> str:
+    _check(problem)
+    if why_widened(problem, gpu):  # what is widened has new memory, but for caches
+        unaligned = problem.unaligned and problem.op == "decode"
+        problem = replace(problem, dtype=torch.bfloat16, unaligned=unaligned)
+    request, where = problem.request(), _where(gpu)
+    if isinstance(where, int):
+        return json.dumps(request | {"device": where, "built_only": True})
+    facts = {f"gpu_{f.name}": getattr(where, f.name) for f in fields(where) if f.name != "name"}
     return json.dumps(request | facts)
 
 

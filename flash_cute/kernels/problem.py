@@ -30,7 +30,13 @@ _OP_OF: dict[type, str] = {
     AttendQuantizedKvcacheCall: "decode",
 }  # fmt: skip
 _SIXTEEN_BITS = {torch.float16: "fp16", torch.bfloat16: "bf16"}
-_EIGHT_BITS = {torch.float8_e4m3fn: "e4m3", torch.int8: "int8"}  # of caches
+_E4M3 = torch.float8_e4m3fn
+_EIGHT_BITS = {_E4M3: "e4m3", torch.int8: "int8"}  # of caches
+# Fields for which the ops of e4m3 inputs have no argument, and the attention functions' names.
+_WIDENING = {
+    "softcap": "softcap", "dropout": "dropout_p", "alibi": "alibi_slopes", "lists": "sparse",
+    "return_softmax": "return_attn_probs", "return_row_max": "return_max_logits",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class Problem:
     head_dim for head_dim_v, and batch times length for totals.
 
     ``op`` "decode" is :func:`flash_cute.flash_attn_with_kvcache`, with the cache's capacity as
-    seqlen_k. fp8 has the plan of its 16-bit dtype: see :func:`flash_cute.flash_attn_func`.
+    seqlen_k. ``dtype`` torch.float8_e4m3fn means q, k and v. It has the plan of bf16, as e5m2 has,
+    where :func:`flash_cute.kernels.why_widened` has reasons to widen it.
 
     Raises:
         ValueError: a size is not an int, negative, or beyond int64; heads are not a multiple of
@@ -145,9 +152,10 @@ class Problem:
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, op: str = "fwd", **options: Any) -> Problem:
         """The problem of dense q (batch, seqlen_q, heads, dim), k and v, with other fields."""
+        dtype = _dtype_of(q, k, v)
         return cls(
-            op, q.dtype, len(q), q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3],
-            v.shape[3], unaligned=not all(map(_is_aligned, (q, k, v))), **options,
+            op, dtype, len(q), q.shape[2], k.shape[2], q.shape[1], k.shape[1], q.shape[3],
+            v.shape[3], unaligned=_are_unaligned(dtype, q, k, v), **options,
         )  # fmt: skip
 
     @classmethod
@@ -165,8 +173,9 @@ class Problem:
             raise ValueError(f"op is {op!r}; a {type(call).__name__} is of op {own!r}")
         over_cache = own == "decode"
         q, k, v = (call.q, call.k_cache, call.v_cache) if over_cache else (call.q, call.k, call.v)
+        dtype = q.dtype if over_cache else _dtype_of(q, k, v, getattr(call, "sink", None))
         given: dict[str, Any] = {
-            "op": op, "dtype": q.dtype, "heads": q.shape[-2], "heads_k": k.shape[-2],
+            "op": op, "dtype": dtype, "heads": q.shape[-2], "heads_k": k.shape[-2],
             "head_dim": q.shape[-1], "head_dim_v": v.shape[-1], "causal": call.is_causal,
             "window_size": (call.window_size_left, call.window_size_right),
             "softmax_scale": 1.0 if call.softmax_scale is None else call.softmax_scale,
@@ -176,7 +185,7 @@ class Problem:
         if over_cache:
             return cls(**given | _of_cache(call, q, k, v))
         given |= {
-            "unaligned": not all(map(_is_aligned, (q, k, v))), "dropout": call.dropout_p > 0,
+            "unaligned": _are_unaligned(dtype, q, k, v), "dropout": call.dropout_p > 0,
             "lists": call.tile_lists is not None and q.numel() > 0 and k.numel() > 0,
             "allow_tf32": switches.allow_tf32(q),
         }  # fmt: skip
@@ -213,9 +222,21 @@ class Problem:
         return self.seqlen_q if self.seqlen_k is None else self.seqlen_k
 
     @property
+    def reasons_to_widen(self) -> tuple[str, ...]:
+        """Why the ops of e4m3 inputs do not compute a call with fp8 q and k on any device, so that
+        it is widened to 16 bits; none if they do, or if the dtype is no fp8."""
+        if self.dtype not in FP8_DTYPES:
+            return ()
+        reasons = [] if self.dtype == _E4M3 else [f"q has dtype {self.dtype}"]
+        if self.op != "fwd":
+            reasons.append(f"op is {self.op}")
+        reasons += [f"{given} is given" for name, given in _WIDENING.items() if getattr(self, name)]
+        return tuple(reasons)
+
+    @property
     def is_widened(self) -> bool:
-        """Whether q and k are fp8, which no CUDA kernel computes in yet."""
-        return self.dtype in FP8_DTYPES
+        """Whether there are :attr:`reasons_to_widen`."""
+        return bool(self.reasons_to_widen)
 
     def request(self) -> dict[str, Any]:
         """The fields for the library, by name; those with default values are left out.
@@ -236,13 +257,29 @@ class Problem:
                 raise ValueError(f"{name} is {given[name]!r} and op {self.op!r}; only {take} it")
         for name in ("window_size", "causal", "allow_tf32"):
             given.pop(name, None)
-        given["dtype"] = _SIXTEEN_BITS.get(self.dtype, "bf16")
+        given["dtype"] = _SIXTEEN_BITS.get(self.dtype, "bf16" if self.is_widened else "e4m3")
         if self.dtype == torch.float32:
             given["dtype"] = "tf32" if self.allow_tf32 else "tf32x3"
         if self.cache_dtype is not None:
             given["cache_dtype"] = _EIGHT_BITS[self.cache_dtype]
         given["window_size_left"], given["window_size_right"] = left, 0 if self.causal else right
         return given
+
+
+def _dtype_of(q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None = None) -> torch.dtype:
+    """q's dtype; if it is fp8, and no field says why the call is widened, the dtype after that."""
+    if q.dtype not in FP8_DTYPES:
+        return q.dtype
+    has_gradient = sink is not None and sink.requires_grad and torch.is_grad_enabled()
+    if q.dtype == k.dtype == v.dtype and not has_gradient and not hasattr(q, "placements"):
+        return q.dtype
+    return v.dtype if v.dtype in _SIXTEEN_BITS else torch.bfloat16
+
+
+def _are_unaligned(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """The field ``unaligned``. What is widened has new memory; v of e4m3 may lie anywhere."""
+    read = [x for x in (q, k, v) if x.dtype == dtype]
+    return not all(map(_is_aligned, read[:2] if dtype == _E4M3 else read))
 
 
 def _is_aligned(x: Tensor) -> bool:

@@ -12,6 +12,7 @@ import torch
 from flash_cute import _torch_internals as internals
 from flash_cute.call.validate import fp8 as validate_fp8
 from flash_cute.cpu import fp8 as cpu
+from flash_cute.native.library import kernels
 from flash_cute.ops import fakes
 from flash_cute.ops.schema import CALLS, Results, fp8_fwd, fp8_varlen_fwd
 
@@ -19,15 +20,16 @@ _CPU: dict[str, tuple[Any, Callable[[Any], Results]]] = {
     "fp8_fwd": (fp8_fwd, cpu.fwd),
     "fp8_varlen_fwd": (fp8_varlen_fwd, cpu.varlen_fwd),
 }
-# Before the refusal below is registered in their place.
-_HAS_CUDA_KERNELS = internals.has_kernel("flash_cute::fp8_fwd", "CUDA")
+# Before the refusal below is registered in their place. A build may leave out their rows alone.
+_HAS_CUDA_OPS = internals.has_kernel("flash_cute::fp8_fwd", "CUDA")
+_HAS_CUDA_KERNELS = _HAS_CUDA_OPS and any(id.startswith("fwd_sm90_e4m3_") for id in kernels())
 
 
 def register(library: torch.library.Library) -> None:
     for name, (op, compute) in _CPU.items():
         torch.library.register_fake(f"flash_cute::{name}", partial(_room, op), lib=library)
         library.impl(name, partial(_checked, op, compute), "CPU")
-        if not _HAS_CUDA_KERNELS:
+        if not _HAS_CUDA_OPS:
             library.impl(name, partial(_refuse, op), "CUDA")
 
 

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from flash_cute import kernels
+from flash_cute.call.fp8 import DTYPES as FP8_DTYPES
 from flash_cute.kernels import Problem
 from flash_cute.kernels.choice import Choice
 from flash_cute.native import library
@@ -89,7 +90,7 @@ def check_plain(problem: Problem) -> None:
     sizes = ("op", "dtype", "batch", "heads", "heads_k", "seqlen_q", "seqlen_k", "head_dim",
              "head_dim_v", "causal")  # fmt: skip
     plain = Problem(**{name: getattr(problem, name) for name in sizes})
-    if problem != plain or problem.is_widened:
+    if problem != plain or problem.dtype in FP8_DTYPES:
         raise NotImplementedError(
             f"{problem}: the tuner measures dense calls in fp16, bf16 or fp32, full or causal, "
             "without further options; leave those out"

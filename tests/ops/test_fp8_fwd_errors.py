@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import re
 from typing import Any
@@ -12,6 +13,8 @@ from fp8_calls import values
 from fp8_oracle import offsets
 
 from flash_cute import _torch_internals as internals
+from flash_cute.native import library
+from flash_cute.ops import fp8 as ops_fp8
 from flash_cute.ops import has_fp8_attention
 from flash_cute.ops.fp8 import _refuse
 from flash_cute.ops.schema import fp8_fwd
@@ -119,6 +122,22 @@ def test_which_devices_have_it():
     assert internals.has_kernel("flash_cute::fp8_fwd", "CUDA")  # or the refusal in its place
     if not torch.cuda.is_available():
         assert not has_fp8_attention(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("ids", [(), ("fwd_sm90_bf16_x", "decode_sm90_bf16_x_e4m3"),
+                                 ("fwd_sm90_e4m3_x",)])  # fmt: skip
+def test_ops_without_a_row_of_e4m3_are_not_used(monkeypatch, ids):
+    """As FLASH_CUTE_ROWS may leave all of them out of a build."""
+    monkeypatch.setattr(internals, "has_kernel", lambda op, key: True)
+    monkeypatch.setattr(library, "kernels", lambda: ids)
+    spec = importlib.util.spec_from_file_location("built_so", ops_fp8.__file__)
+    built_so = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(built_so)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability in ((9, 0), (8, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, x=capability: x)
+        has_it = built_so.has_fp8_attention(torch.device("cuda"))
+        assert has_it == (ids[:1] == ("fwd_sm90_e4m3_x",) and capability == (9, 0))
 
 
 def test_cuda_without_kernels_is_refused_by_name():

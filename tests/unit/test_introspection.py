@@ -218,12 +218,6 @@ def test_the_kernel_of_a_plan_is_the_one_that_runs(cuda):
     assert torch.equal(alone, ops.fwd(q, q, q)[0])
 
 
-def test_fp8_is_planned_as_what_it_is_widened_to():
-    problem = replace(A_CALL, dtype=torch.float8_e4m3fn)
-    assert problem.is_widened and not A_CALL.is_widened
-    assert k.plan(problem, "h100") == k.plan(A_CALL, "h100")
-
-
 def test_a_limit_holds_for_its_thread():
     names = [kernel.id for kernel in k.kernels() if kernel.id.startswith("fwd_sm80_bf16_rich")]
     free = k.plan(A_CALL, "h100").kernel.id
