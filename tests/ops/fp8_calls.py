@@ -5,8 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from fp8_oracle import E4M3, Exact, wide
 from torch import Tensor
+
+from flash_cute.testing.e4m3 import E4M3, check, meant
+
+__all__ = [
+    "KINDS", "MASKS", "check", "descales_of", "meant", "on", "options_of", "scales", "values",
+]  # fmt: skip
 
 KINDS = ["none", "head", "tensor", "row", "row q", "row k", "channel", "all"]
 MASKS: dict[str, dict[str, Any]] = {
@@ -46,13 +51,6 @@ def descales_of(
     }[kind]
 
 
-def meant(x: Tensor, descale: Tensor | None) -> Tensor:
-    """What (batch, seqlen, heads, dim) and a descale of the op stand for, in fp64."""
-    if descale is None:
-        return x.double()
-    return wide(x, descale[..., None] if tuple(descale.shape) == tuple(x.shape[:3]) else descale)
-
-
 def options_of(mask: dict[str, Any]) -> dict[str, Any]:
     """The ops' arguments for a mask."""
     left, right = mask.get("window", (-1, -1))
@@ -62,22 +60,3 @@ def options_of(mask: dict[str, Any]) -> dict[str, Any]:
 
 def on(device: str, *tensors: Tensor | None) -> list[Any]:
     return [None if x is None else x.to(device) for x in tensors]
-
-
-def check(
-    out: Tensor,
-    lse: Tensor,
-    expected: Exact,
-    dtype: torch.dtype = torch.bfloat16,
-    two_level: bool = True,
-) -> None:
-    """Within what rounding weights may change, and on CUDA the accumulators of tensor cores."""
-    assert out.dtype == dtype and lse.dtype == torch.float32
-    losses = None
-    if out.is_cuda:  # in two levels sums are of 128 keys
-        losses = min(128, expected.scores.shape[-1]) if two_level else expected.scores.shape[-1]
-    off, bound = (out.cpu().double() - expected.out).abs(), expected.bound(dtype, losses)
-    assert (off <= bound).all(), f"up to {(off / bound).max()} times the bound"
-    within = 1e-5 * (1 + expected.lse.abs()) + (expected.score_error() if out.is_cuda else 0.0)
-    right = (lse.cpu() == expected.lse) | ((lse.cpu() - expected.lse).abs() <= within)
-    assert right.all()
