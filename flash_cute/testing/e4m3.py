@@ -1,4 +1,4 @@
-"""Attention of e4m3 inputs in fp64, and how far the ops may be from it, whose weights are rounded."""
+"""Attention of e4m3 inputs in fp64, and how far the ops, which round weights, may be from it."""
 
 from __future__ import annotations
 

@@ -5,61 +5,56 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from flash_cute.testing.cases import LAYOUTS, Case, VarlenCase, make_inputs
+from flash_cute.testing.cases import LAYOUTS, Case, VarlenCase, make_inputs, unsupported_on_cuda
 from flash_cute.testing.verify import verify_families
 
-_KINDS: dict[str, type[Case] | type[VarlenCase]] = {"dense": Case, "varlen": VarlenCase}
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-_OWN_FIELDS = {"seed", "with_dlse", "deterministic"}
 _MOST_SCORES = 2**21  # of a trial, all heads and sequences together
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """A case, the seed of its tensors, and what `verify_families` is asked for."""
+class TrialOfCase:
+    """A case, the seed of its tensors, and fields of the kind of trial, as one line of JSON."""
 
-    case: Case | VarlenCase
+    KINDS: ClassVar[dict[str, type]]  # the cases by name
+
+    case: Any
     seed: int = 0
-    with_dlse: bool = False
-    deterministic: bool = False
-
-    def run(self, device: torch.device | str) -> float:
-        """What `verify_families` returns or raises."""
-        inputs = make_inputs(self.case, device, self.seed)
-        return verify_families(inputs, self.with_dlse, self.deterministic)
 
     def to_json(self) -> str:
         """What differs from the defaults, in one line."""
-        (kind,) = (name for name, cls in _KINDS.items() if type(self.case) is cls)
-        fields = {"kind": kind, "seed": self.seed}
-        fields |= {name: True for name in ("with_dlse", "deterministic") if getattr(self, name)}
-        for field in dataclasses.fields(self.case):
-            value = getattr(self.case, field.name)
-            if value != field.default:
-                named = isinstance(value, torch.dtype)
-                fields[field.name] = str(value).removeprefix("torch.") if named else value
+        (kind,) = (name for name, cls in self.KINDS.items() if type(self.case) is cls)
+        fields: dict[str, Any] = {"kind": kind, "seed": self.seed}
+        for part in (self, self.case):
+            for field in dataclasses.fields(part):
+                value = getattr(part, field.name)
+                if value != field.default and field.name not in ("case", "seed"):
+                    named = isinstance(value, torch.dtype)
+                    fields[field.name] = str(value).removeprefix("torch.") if named else value
         return json.dumps(fields)
 
     @classmethod
-    def from_json(cls, text: str) -> Trial:
+    def from_json(cls, text: str) -> Self:
         """The trial that `to_json` wrote.
 
         Raises:
             ValueError: no JSON, or no trial; names the field that does not exist.
         """
         fields: Any = json.loads(text)
-        kind = fields.pop("kind", None) if isinstance(fields, dict) else None
-        if not isinstance(kind, str) or kind not in _KINDS:
-            raise ValueError(f'"kind" must be one of {", ".join(_KINDS)}')
-        kind = _KINDS[kind]
-        own = {name: fields.pop(name) for name in _OWN_FIELDS & fields.keys()}
+        kind = cls.KINDS[kind_of(fields, cls.KINDS)]
+        del fields["kind"]
+        own_fields = {field.name for field in dataclasses.fields(cls)} - {"case"}
         known = {field.name for field in dataclasses.fields(kind)}
-        if unknown := fields.keys() - known:
+        if unknown := fields.keys() - known - own_fields:
             raise ValueError(f"no such field: {', '.join(sorted(unknown))}")
         for name, value in fields.items():
             if "dtype" in name:
@@ -68,7 +63,36 @@ class Trial:
                 fields[name] = dtype
             elif isinstance(value, list):
                 fields[name] = tuple(value)
+        own = {name: fields.pop(name) for name in own_fields & fields.keys()}
         return cls(case=kind(**fields), **own)
+
+
+def kind_of(fields: Any, known: Iterable[str]) -> str:
+    """The kind of trial that fields of JSON name. Raises ValueError if there is no such kind."""
+    kind = fields.get("kind") if isinstance(fields, dict) else None
+    if not isinstance(kind, str) or kind not in known:
+        raise ValueError(f'"kind" must be one of {", ".join(known)}')
+    return kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial(TrialOfCase):
+    """A case, the seed of its tensors, and what `verify_families` is asked for."""
+
+    KINDS: ClassVar[dict[str, type]] = {"dense": Case, "varlen": VarlenCase}
+
+    case: Case | VarlenCase
+    with_dlse: bool = False
+    deterministic: bool = False
+
+    def run(self, device: torch.device | str) -> float:
+        """What `verify_families` returns or raises."""
+        inputs = make_inputs(self.case, device, self.seed)
+        return verify_families(inputs, self.with_dlse, self.deterministic)
+
+    def is_supported(self, device: str) -> bool:
+        """Whether the device computes it."""
+        return device == "cpu" or unsupported_on_cuda(self.case) is None
 
 
 def draw(pick: random.Random) -> Trial:
@@ -90,7 +114,7 @@ def draw(pick: random.Random) -> Trial:
         problem["sparse"] = pick.choice(("whole", "halves", "pairs"))
         problem["list_heads"] = pick.choice(("one", "keys", "queries"))
     return Trial(
-        case=_KINDS["varlen" if packed else "dense"](**problem, dtype=dtype),
+        case=Trial.KINDS["varlen" if packed else "dense"](**problem, dtype=dtype),
         seed=pick.randrange(2**31),
         with_dlse=pick.random() < 0.4,
         deterministic=pick.random() < 0.3,

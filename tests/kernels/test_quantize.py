@@ -4,117 +4,14 @@ are sums in another order."""
 from __future__ import annotations
 
 import math
-import random
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from flash_cute.call.fp8 import of_rows
 from flash_cute.ops.typed import OPS
-
-SCALINGS = ("head", "tensor", "row", "channel")
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-SPECIAL = (math.nan, math.inf, -math.inf, 0.0, -0.0, 65504.0, 1e-7, 3e38, -3e38, 1e-40)
-
-
-class Call(NamedTuple):
-    x: Tensor
-    cu_seqlens: Tensor | None = None
-    scaling: str = "head"
-    heads_k: int | None = None
-    power_of_two: bool = False
-    hadamard: bool = False
-    subtract_mean: bool = False
-
-
-def on_cuda(call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-    """On the GPU, of x with its strides there."""
-    x, cu = call.x, call.cu_seqlens
-    there = x.cuda()
-    if there.stride() != x.stride():
-        room = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda")
-        there = room.copy_(x)
-    return OPS.quantize_e4m3(*call._replace(x=there, cu_seqlens=None if cu is None else cu.cuda()))
-
-
-def bits(x: Tensor | None) -> Tensor:
-    assert x is not None
-    return x.cpu().view(torch.uint8 if x.itemsize == 1 else torch.int32)
-
-
-def check(call: Call) -> None:
-    """Values and descales are those of the CPU, of x without the mean that the GPU found."""
-    values, descale, mean = on_cuda(call)
-    x = call.x.float()
-    if mean is not None:
-        exact = OPS.quantize_e4m3(*call)[2]
-        assert exact is not None and mean.shape == exact.shape
-        finite = torch.where(x.isfinite(), x.abs(), 0)
-        largest = finite.max().item() if x.numel() > 0 else 0.0
-        torch.testing.assert_close(mean.cpu(), exact, rtol=1e-4, atol=2.0**-17 * largest)
-        x = x - of_rows(mean.cpu(), x, call.cu_seqlens) if len(mean) > 0 else x
-    plain = call._replace(x=x, subtract_mean=False)
-    expected, expected_descale, _ = OPS.quantize_e4m3(*plain)
-    assert values.shape == expected.shape and values.is_contiguous()
-    assert descale.shape == expected_descale.shape and descale.is_contiguous()
-    told = f"{call.x.shape} {call.x.dtype} {call.x.stride()} {call[1:]}"
-    assert torch.equal(bits(descale), bits(expected_descale)), told
-    assert torch.equal(bits(values), bits(expected)), told
-
-
-def drawn(seed: int) -> Call:
-    """A random call: dense or packed, with empty sequences and rows of none, of any strides."""
-    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    scaling, dtype, hadamard = draw.choice(SCALINGS), draw.choice(DTYPES), draw.random() < 0.4
-    if hadamard:
-        dim = 2 ** draw.randint(0, 11)
-    else:
-        dim = draw.choice(
-            [draw.randint(1, 300), 64, 80, 96, 128, 192, 256, draw.randint(257, 1100)]
-        )
-    heads_k = draw.choice([1, 2, 3, 5]) if dim < 600 else 2
-    group = 1 if scaling == "channel" or dim >= 600 else draw.choice([1, 1, 2, 3, 4])
-    longest = draw.choice([20, 40, 300]) if dim <= 256 else 20
-    cu: Tensor | None = None
-    lead: tuple[int, ...] = (
-        draw.choice([0, 1, 1, 2, 3]),
-        draw.choice([0, 1, draw.randint(1, longest)]),
-    )
-    if draw.random() < 0.5:
-        lengths = [draw.choice([0, 1, draw.randint(0, longest)]) for _ in range(draw.randint(0, 9))]
-        offsets = [draw.choice([0, 0, 7])]
-        for length in lengths:
-            offsets.append(offsets[-1] + length)
-        cu, lead = torch.tensor(offsets, dtype=torch.int32), (offsets[-1] + draw.choice([0, 3]),)
-    shape = (*lead, heads_k * group, dim)
-    size = 10 ** draw.uniform(-30 if draw.random() < 0.1 and dtype.itemsize > 2 else -3, 3)
-
-    def numbers(*shape: int) -> Tensor:
-        of_rows = torch.randn(*shape[:-1], 1, generator=generator).exp()
-        x = torch.randn(shape, generator=generator) * of_rows + draw.choice([0, 0, 3])
-        return (x * size).to(dtype)
-
-    match draw.randrange(5):
-        case 0:
-            x = numbers(*shape)
-        case 1:
-            x = numbers(*shape[:-1], dim + draw.choice([1, 8]))[..., :dim]
-        case 2:
-            x = numbers(*shape[:-1], dim + 3)[..., 3:]
-        case 3:
-            x = numbers(*shape[:-1], 2 * dim)[..., ::2]
-        case _:
-            x = numbers(*lead[:-1], shape[-2], lead[-1], dim).transpose(-2, -3)
-    if x.numel() > 0 and draw.random() < 0.4:
-        for _ in range(draw.choice([1, 3, 20])):
-            x[tuple(map(draw.randrange, x.shape))] = draw.choice(SPECIAL)
-    if draw.random() < 0.1:
-        x[..., 0, :] = -0.0
-    named_heads = None if scaling == "channel" else heads_k
-    flags = (draw.random() < 0.4, hadamard, draw.random() < 0.4)
-    return Call(x, cu, scaling, named_heads, *flags)
+from flash_cute.testing.quantize import DTYPES, SCALINGS, Call, bits, drawn
+from flash_cute.testing.quantize import check_bits as check
 
 
 @pytest.mark.parametrize("part", range(16))

@@ -145,7 +145,10 @@ def test_explain_is_what_kernels_say():
         (["--op", "bwd", "--deterministic"], "dq_accumulate=serialized"),
         (["--op", "decode", "--seqlen", "1", "--seqlen-k", "9000", "--page-size", "16"], "decode_"),
         (["--dtype", "e4m3"], "chosen: fwd_sm90_e4m3_plain_d128x128"),
-        (["--dtype", "e4m3", "--softcap"], "widened to 16 bits, which is exact, and run as a 16-bit"),
+        (
+            ["--dtype", "e4m3", "--softcap"],
+            "widened to 16 bits, which is exact, and run as a 16-bit",
+        ),
         (["--softcap", "--alibi", "--dropout", "--varlen"], "_rich_"),
         (["--window", "100,0", "--dropout", "--gpu", "a100"], "window_size=(100,0)"),
     ],
