@@ -77,14 +77,16 @@ def exact(
     window: tuple[int, int] = (-1, -1),
     scale: float | None = None,
     sink: Tensor | None = None,
+    device: torch.device | str = "cpu",
 ) -> Exact:
     """Attention of (batch, seqlen, heads, dim) in fp64, masks aligned to the bottom right."""
     group = q.shape[2] // k.shape[2]
-    q, k, v = (x.cpu().double() for x in (q, k, v))
+    q, k, v = (x.to(device).double() for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 2) for x in (k, v))
     scores = torch.einsum("bihd,bjhd->bhij", q, k)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
-    ahead = torch.arange(k.shape[1]) - torch.arange(q.shape[1])[:, None]
+    ahead = torch.arange(k.shape[1], device=device)
+    ahead = ahead - torch.arange(q.shape[1], device=device)[:, None]
     ahead = ahead - (k.shape[1] - q.shape[1])  # of the key, how far behind the diagonal it lies
     left, right = window
     right = 0 if causal else right
@@ -96,7 +98,7 @@ def exact(
     scores = scores.masked_fill(hidden, -torch.inf)
     lse = scores.logsumexp(-1)
     if sink is not None:
-        lse = torch.logaddexp(lse, sink.cpu().double()[None, :, None].expand_as(lse))
+        lse = torch.logaddexp(lse, sink.to(device).double()[None, :, None].expand_as(lse))
     weights = (scores - lse[..., None]).exp().nan_to_num(0.0)
     sizes = torch.einsum("bihd,bjhd->bhij", q.abs(), k.abs())
     sizes = sizes * abs(q.shape[-1] ** -0.5 if scale is None else scale)
@@ -145,10 +147,11 @@ def check(
     losses = None
     if out.is_cuda:  # in two levels sums are of 128 keys
         losses = min(128, expected.scores.shape[-1]) if two_level else expected.scores.shape[-1]
-    off, bound = (out.cpu().double() - expected.out).abs(), expected.bound(dtype, losses)
+    there, bound = expected.out.device, expected.bound(dtype, losses)
+    off = (out.to(there).double() - expected.out).abs()
     assert (off <= bound).all(), f"out: up to {(off / bound).max()} times the bound"
     within = 1e-5 * (1 + expected.lse.abs()) + (expected.score_error() if out.is_cuda else 0.0)
-    equal, lse_off = lse.cpu() == expected.lse, (lse.cpu() - expected.lse).abs()
+    equal, lse_off = lse.to(there) == expected.lse, (lse.to(there) - expected.lse).abs()
     assert (equal | (lse_off <= within)).all(), f"softmax_lse: off by {lse_off.max()}"
     ratios = torch.cat(((off / bound).flatten(), (lse_off / within)[~equal].flatten()))
     return ratios.max().item() if ratios.numel() else 0.0

@@ -84,7 +84,7 @@ class Fp8Trial(TrialOfCase):
             unused[one.queries] = False
             exact = e4m3.exact(
                 *_meant(inputs, descales, one), self.case.is_causal, self.case.window,
-                self.case.softmax_scale, inputs.options["sink"],
+                self.case.softmax_scale, inputs.options["sink"], device,
             )  # fmt: skip
             found = out[one.queries][None], lse[one.queries].transpose(0, 1)[None]
             worst = max(worst, e4m3.check(*found, exact, self.out_dtype, self.two_level))
@@ -174,10 +174,10 @@ def _meant(
     """What q, k and v of a sequence stand for, (1, rows, heads, dim) in fp64."""
     found = []
     for name, at in (("q", one.queries), ("k", one.keys), ("v", one.keys)):
-        x, descale = getattr(inputs, name).cpu(), descales[name]
+        x, descale = getattr(inputs, name), descales[name]
         rows = x[at].double()
         if descale is not None:
-            factor = descale.cpu().double()
+            factor = descale.double()
             if factor.dim() == 3 and name != "v":
                 rows = rows * (factor if x.dim() == 4 else factor[0])[at][..., None]
             else:  # of kv heads, and of their channels

@@ -18,7 +18,7 @@ from made_up_kernels import BWD_ID, CHECKED, FWD_ID, code, recorded
 from only_cuda import runs_on_cuda
 
 from flash_cute.native import library
-from flash_cute.testing import fuzz, repeats, smoke
+from flash_cute.testing import fuzz, repeats, smoke, trials
 
 
 def test_memcheck_is_of_kernels_that_changed():
@@ -167,7 +167,7 @@ def test_repeats_say_what_differed(monkeypatch, capsys):
 
 def test_random_cases_leave_their_tally(tmp_path, monkeypatch):
     file = tmp_path / "fuzz.json"
-    monkeypatch.setattr(fuzz.Trial, "run", lambda *_: 1 // 0)
+    monkeypatch.setattr(trials.Trial, "run", lambda *_: 1 // 0)
     arguments = ["--cases", "2", "--seed", "7", "--device", "cpu", "--json", str(file)]
     assert fuzz.main(arguments) == 1
     found = json.loads(file.read_text())
