@@ -18,7 +18,7 @@ class KernelConfig:
     id: str
     op: str  # "fwd", "bwd", or "decode": forward over a key/value cache
     arch: int  # 80 runs on sm_80 and newer GPUs, 90 only on Hopper
-    dtype: str  # "fp16", "bf16", "tf32", or "tf32x3": fp32 in three products of TF32
+    dtype: str  # "fp16", "bf16", "e4m3", "tf32", or "tf32x3": fp32 in three products of TF32
     tier: str  # "rich" has softcap, ALiBi, dropout and scales below 0
     head_dim: int  # the largest that it supports
     head_dim_v: int

@@ -1,5 +1,7 @@
 """Random trials of all features against the oracle: ``python -m flash_cute.testing.fuzz``.
 
+One trial in five is of 8 bits: e4m3 inputs, caches, and rounding to e4m3.
+
 ``--cases N --seed S`` selects trials, ``--seconds T`` is their limit of time. Each failure prints a
 line: the command that repeats it, and its error. The exit status is 1 then. ``--json PATH`` writes
 the failures.

@@ -108,11 +108,10 @@ def cached_in_8_bits(kernel: Kernel, missing: int) -> None:
 
 
 def of_e4m3(kernel: Kernel, missing: int) -> None:
-    """Grouped heads, every kind of descale, dense and packed, and keys in pages; head dims that
-    miss some of the kernel's; sums in one level and in two."""
+    """Grouped heads, every kind of descale, dense and packed, and keys in pages that are read in
+    place or gathered; head dims that miss some of the kernel's; sums in one level and in two."""
     dim, dim_v = kernel.dim - missing, kernel.dim_v - missing
     cu_seqlens = torch.tensor([0, 70, 70, 203], device="cuda", dtype=torch.int32)
-    table = torch.randperm(15, device="cuda").int().view(3, 5)
     q = torch.randn(1, 230, HEADS, dim, device="cuda").to(kernel.dtype)
     k = torch.randn(1, 240, 2, dim, device="cuda").to(kernel.dtype)
     v = torch.randn(1, 240, 2, dim_v, device="cuda").to(kernel.dtype)
@@ -128,9 +127,10 @@ def of_e4m3(kernel: Kernel, missing: int) -> None:
         packed: Any = partial(OPS.fp8_varlen_fwd, q[0])
         sequences = (cu_seqlens, cu_seqlens, 133, 133)
         packed(k[0], v[0], *sequences, k_descale=of_keys, **options)
-        pages = k.view(15, 16, 2, dim), v.view(15, 16, 2, dim_v)
-        of_pages = of_keys.view(15, 16, 2)
-        packed(*pages, *sequences, block_table=table, k_descale=of_pages, **options)
+        for size in (16, 5):
+            pages = [x.view(-1, size, *x.shape[2:]) for x in (k, v, of_keys)]
+            table = torch.randperm(240 // size, device="cuda").int().view(3, -1)
+            packed(*pages[:2], *sequences, block_table=table, k_descale=pages[2], **options)
 
 
 def sparse(kernel: Kernel, options: dict[str, Any]) -> None:
