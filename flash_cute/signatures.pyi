@@ -20,7 +20,6 @@ class CacheKeywords(TypedDict, total=False):
     pack_gqa: bool | None
     sm_margin: int | None
     qv: None
-    q_descale: None
     attention_chunk: Literal[0]
     scheduler_metadata: None
 
@@ -1014,6 +1013,7 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     sparse: Sparse | None = None,
+    q_descale: Tensor | float | None = None,
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     **others: Unpack[CacheKeywords],
@@ -1051,6 +1051,7 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     sparse: Sparse | None = None,
+    q_descale: Tensor | float | None = None,
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     **others: Unpack[CacheKeywords],
@@ -1088,6 +1089,7 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     sparse: Sparse | None = None,
+    q_descale: Tensor | float | None = None,
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     **others: Unpack[CacheKeywords],

@@ -7,8 +7,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_cute.call.sizes import batch_of, cache_capacity
+from flash_cute.call.sizes import batch_of, cache_capacity, longest_queries
+from flash_cute.call.validate import ops as validate_ops
 from flash_cute.ops.typed import FwdKvcacheCall
+
+MOST_ROWS = 64  # of queries a kv head, for which kernels read 8 bits with q in 16
 
 
 class Rows(NamedTuple):
@@ -40,6 +43,19 @@ class Rows(NamedTuple):
         sequence = last.amax(-1).sub(1).clamp_min(0)
         place = places.gather(-1, sequence[:, None])[:, 0].masked_fill(~belongs, 0)
         return cls(counts, sequence, place, belongs)
+
+
+def query_rows(call: FwdKvcacheCall) -> int:
+    """Queries of the longest sequence times query heads of a kv head."""
+    return longest_queries(call) * (call.q.shape[-2] // call.k_cache.shape[-2])
+
+
+def begins_on_vectors(cache: Tensor) -> bool:
+    """Whether rows of the heads of an 8-bit cache begin on 16-byte boundaries; in a graph an
+    address is the kernel's to refuse."""
+    steps = [step for n, step in zip(cache.shape[:-1], cache.stride(), strict=False) if n > 1]
+    begins = 0 if torch.compiler.is_compiling() else validate_ops.address(cache) or 0
+    return not any(at % 16 for at in (begins, *steps))
 
 
 def capacity(call: FwdKvcacheCall) -> int:

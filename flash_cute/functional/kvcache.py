@@ -2,7 +2,7 @@
 
 Arguments are those of flash-attn 2.8's function of the same name, in its order, and by keyword
 those that FlashAttention-3's has on top for chunks of prompts, other rotary positions, pages and
-caches of 8 bits: not ``qv``, ``q_descale``, ``attention_chunk``, nor how its kernels are scheduled.
+caches of 8 bits: not ``qv``, ``attention_chunk``, nor how its kernels are scheduled.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from flash_cute import _torch_internals as internals
 from flash_cute import check, ops
 from flash_cute.call import spellings, validate
+from flash_cute.call.fp8 import Descale
 from flash_cute.call.refusal import is_refusal
 from flash_cute.call.validate import kvcache as validate_kvcache
 from flash_cute.call.validate import options as validate_options
@@ -66,6 +67,7 @@ def flash_attn_with_kvcache(
     s_aux: Tensor | None = None,
     learnable_sink: Tensor | None = None,
     sparse: Sparse | None = None,
+    q_descale: Tensor | float | None = None,
     k_descale: Tensor | float | None = None,
     v_descale: Tensor | float | None = None,
     **others: Any,
@@ -75,7 +77,8 @@ def flash_attn_with_kvcache(
     Args:
         q: (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with ``cu_seqlens_q``. Under
             ``torch.autocast`` q, k, v and the rotary tables are cast to the caches' dtype, unless
-            they are fp64.
+            they are fp64. Over caches of 8 bits also e4m3, which autocast leaves: k, v, rotary
+            tables and out are bf16 then. See below what it costs.
         k_cache: (batch_cache, capacity, heads_k, dim), or with ``block_table`` (num_blocks,
             page_size, heads_k, dim); any strides, last dimension contiguous. Written in place. Of
             q's dtype, or float8_e4m3fn or int8, both caches alike: see ``k_descale``.
@@ -128,6 +131,9 @@ def flash_attn_with_kvcache(
             runs of as many keys as are visible together: 128 or 64 of ``Sparse.blocks``, the
             granularity of ``Sparse.topk``, single keys of other formats, which is slow. Both caches
             must have one layout. Not with ``alibi_slopes`` or ``rotary_cos``.
+        q_descale: what q is multiplied by, over 8-bit caches alone: a number, or fp32 of one
+            element, (heads_k,) or (batch, heads_k), each for the query heads of its kv head, or of
+            each row and head: q's shape with 1 for the head dim. None: 1.
         k_descale: what the numbers of an 8-bit k_cache are multiplied by: a number, or fp32 of one
             element, (heads_k,), (batch, heads_k), or one for each token and head, k_cache's shape
             without its last dimension. None: 1 for fp8; int8 needs one. Not for other caches.
@@ -147,6 +153,19 @@ def flash_attn_with_kvcache(
     ``cache_batch_idx``, has entries; CUDA calls say so once, and why.
     The copy holds every 8-bit number. What is rounded to q's dtype then: descales of tokens times
     their rows, a k_descale of fewer elements times q, and out once more for such a v_descale.
+
+    **e4m3 q.** Above 64 rows of queries a kv head, as prompts and their chunks have, q in e4m3
+    over e4m3 caches takes the attention of e4m3 inputs on every device that has it: nothing is
+    copied, and products are those of 8 bits. That costs accuracy: weights are rounded to e4m3, too,
+    each by 2^-4 of it at most, so that out is off by 2.5 % in the mean square, or by far less where
+    it is a mean of many values that do not cancel. q of 16 bits is never rounded so. Other calls
+    with e4m3 q widen it to bf16, which holds every number of it: those of fewer rows, over int8, with ``softcap``,
+    ``alibi_slopes``, ``cache_leftpad``, ``rotary_cos``, ``sparse``, ``split_size``, ``num_splits``
+    above 1, or a v_descale of tokens, and those whose block_table has room for many more keys than
+    there are. So do, on CUDA, pages of rows that are no multiple of 8, head dims that are none of
+    16, or of up to 128 for k and more for v. Where q is widened, a q_descale of rows, or of heads
+    beside a k_descale of tokens, multiplies q, which is rounded to bf16 once more. On the CPU bad
+    descales are refused where weights are rounded, as :mod:`flash_cute.call.fp8` says.
 
     Nothing is read back by the host, so that CUDA graphs may replay the call with other contents of
     the index tensors. There is no backward.
@@ -178,11 +197,21 @@ def flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, cache_seqlens=lengths, causal=True, k_descale=k_descale,
             v_descale=v_descale,
         )
+
+    A chunk of 100 queries of a prompt, in e4m3 as its cache::
+
+        k_cache, v_cache = torch.randn(2, 2, 1024, 8, 64).to(torch.float8_e4m3fn).unbind()
+        q = torch.randn(2, 100, 8, 64)
+        q_descale = q.abs().amax() / 448
+        out = flash_attn_with_kvcache(
+            (q / q_descale).to(torch.float8_e4m3fn), k_cache, v_cache, cache_seqlens=lengths,
+            causal=True, q_descale=q_descale,
+        )
     """
     refused: list[Exception] = []
     is_default = (
         cu_seqlens_q is max_seqlen_q is cu_seqlens_k_new is page_table is None
-        and sink is s_aux is learnable_sink is sparse is k_descale is v_descale is None
+        and sink is s_aux is learnable_sink is sparse is q_descale is k_descale is v_descale is None
         and check_indices is False
         and type(return_softmax_lse) is type(rotary_interleaved) is bool
         and not others
@@ -220,9 +249,14 @@ def flash_attn_with_kvcache(
         ("check_indices", check_indices),
     ):
         validate.flag(name, flag)
-    is_quantized = quantized.is_quantized(k_cache, v_cache, k_descale, v_descale)
+    descales = (q_descale, k_descale, v_descale)
+    is_quantized = quantized.is_quantized(k_cache, v_cache, *descales)
     given = (q, k, v, rotary_cos, rotary_sin)
-    cast = autocast.cast(*given) if is_quantized else autocast.cast_as(k_cache, *given)
+    if is_quantized and isinstance(q, Tensor) and q.dtype == validate_kvcache.E4M3:
+        wide = q.new_empty(0, dtype=validate_kvcache.wide_dtype(q))
+        cast = (q, *autocast.cast_as(wide, *given[1:]))
+    else:
+        cast = autocast.cast(*given) if is_quantized else autocast.cast_as(k_cache, *given)
     q, k, v, rotary_cos, rotary_sin = cast
     q, k, v = spellings.copy_if_last_dim_strided(q, k, v)
     longest_q = 0 if cu_seqlens_q is None or max_seqlen_q is None else max_seqlen_q
@@ -234,7 +268,7 @@ def flash_attn_with_kvcache(
         num_splits, split_size,
     )  # fmt: skip
     call = spellings.with_reals(call)
-    call = _validated(call, max_seqlen_q, is_quantized, k_descale, v_descale)
+    call = _validated(call, max_seqlen_q, is_quantized, descales)
     if check.wanted(q):
         if cu_seqlens_q is None and block_table is None:
             check.dense(q, k_cache)
@@ -245,7 +279,7 @@ def flash_attn_with_kvcache(
     if check_indices or check.wanted(q):
         check.cache(call)
         if is_quantized:
-            quantized_kvcache.check_values(call, k_descale, v_descale)
+            quantized_kvcache.check_values(call, *descales)
     if refused:
         _check_vectors(call)
         raise refused.pop()
@@ -255,7 +289,7 @@ def flash_attn_with_kvcache(
             "which Sparse.blocks makes of a BlockMask's tensors"
         )
     if is_quantized:
-        out, softmax_lse = quantized_kvcache.attend(call, k_descale, v_descale, sparse)
+        out, softmax_lse = quantized_kvcache.attend(call, *descales, sparse)
     elif sparse is not None:
         out, softmax_lse = sparse_kvcache.attend(call, sparse)
     else:
@@ -300,14 +334,14 @@ def _validated(
     call: FwdKvcacheCall,
     max_seqlen_q: int | None,
     is_quantized: bool,
-    k_descale: Tensor | float | None,
-    v_descale: Tensor | float | None,
+    descales: tuple[Descale, Descale, Descale],
 ) -> FwdKvcacheCall:
     """The call after all checks but those of values; one length for all becomes a tensor."""
     q, used = call.q, call.cache_seqlens
-    batch = validate_kvcache.check(call, validate_options.OF_FUNCTIONS, is_quantized)
+    dtypes = quantized.Q_DTYPES if is_quantized else validate.DTYPES
+    batch = validate_kvcache.check(call, validate_options.OF_FUNCTIONS, is_quantized, dtypes)
     if is_quantized:
-        quantized.check_descales(call, batch, k_descale, v_descale)
+        quantized.check_descales(call, batch, *descales)
     if call.cu_seqlens_q is None and max_seqlen_q is not None:
         validate.length("max_seqlen_q", max_seqlen_q)
         if max_seqlen_q not in (0, q.shape[1]):

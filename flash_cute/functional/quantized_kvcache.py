@@ -2,9 +2,10 @@
 
 New rows are rotated, divided by their descale, rounded and written. The op
 ``attend_quantized_kvcache`` attends, which takes descales that are tensors. Numbers multiply
-softmax_scale, and out for V.
+softmax_scale, and out for V. Many queries of e4m3 go to an op that rounds weights to e4m3, too
+(:mod:`flash_cute.functional.e4m3_kvcache`); others of e4m3 are widened to bf16.
 
-Where the op does not serve a call, for a reason that :func:`copied_because` tells, the caches, or
+Where neither op serves a call, for a reason that :func:`copied_because` tells, the caches, or
 the pages in use if these are fewer, are copied to q's dtype, which holds every number of both 8-bit
 dtypes, and attention of that dtype is over the copy. Descales of heads then multiply q, or out for
 V; those of a token multiply its row of the copy. Nothing here waits for the device.
@@ -19,29 +20,38 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from flash_cute import ops
-from flash_cute.call.fp8 import Descale, of_rows
-from flash_cute.call.sizes import batch_of, longest_queries
+from flash_cute import check, ops
+from flash_cute.call.fp8 import Descale, of_rows, scaled
+from flash_cute.call.sizes import batch_of
 from flash_cute.call.validate import kvcache as validate_kvcache
-from flash_cute.call.validate import ops as validate_ops
 from flash_cute.cpu.kvcache import Rotary
-from flash_cute.functional import sparse_kvcache
-from flash_cute.functional.cache_rows import Rows, capacity, keys_before
+from flash_cute.functional import e4m3_kvcache, sparse_kvcache
+from flash_cute.functional.cache_rows import (
+    MOST_ROWS,
+    Rows,
+    begins_on_vectors,
+    capacity,
+    keys_before,
+    query_rows,
+)
 from flash_cute.functional.cache_status import Places
 from flash_cute.functional.run import run_kvcache
 from flash_cute.kernels import plan_log, support
 from flash_cute.ops.typed import AttendKvcacheCall, AttendQuantizedKvcacheCall, FwdKvcacheCall
 from flash_cute.sparse.value import Sparse
 
-MOST_ROWS = 64  # of queries a kv head, for which kernels read 8 bits
 LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
 
 
 def attend(
-    call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale, sparse: Sparse | None
+    call: FwdKvcacheCall,
+    q_descale: Descale,
+    k_descale: Descale,
+    v_descale: Descale,
+    sparse: Sparse | None,
 ) -> tuple[Tensor, Tensor]:
     """out and softmax_lse of a valid call over 8-bit caches, which k and v join first."""
-    given = [x for x in (*call, k_descale, v_descale) if isinstance(x, Tensor)]
+    given = [x for x in (*call, q_descale, k_descale, v_descale) if isinstance(x, Tensor)]
     if torch.is_grad_enabled() and any(x.requires_grad for x in given):
         raise RuntimeError(
             "flash_attn_with_kvcache: an argument requires grad, and attention over a cache has no "
@@ -49,45 +59,71 @@ def attend(
         )
     if sparse is not None:
         sparse_kvcache.check(call, sparse)
-    why = copied_because(call, sparse)
-    if call.q.is_cuda and not torch.compiler.is_compiling():
+    why_widened = e4m3_kvcache.widened_because(call, v_descale, sparse)
+    why = copied_because(call, sparse, why_widened)
+    if why_widened:
+        call = call._replace(q=call.q.to(validate_kvcache.wide_dtype(call.q)))
+    elif call.q.is_cpu and check.is_readable(call.q):  # the op would look behind the append
+        check_values(call, q_descale, k_descale, v_descale)
+    if why_widened and call.q.is_cuda and not torch.compiler.is_compiling():
         if call.q.shape[-1] % 8 == 0 and call.rotary_cos is None:
             validate_kvcache.vectors(call.q)  # before anything is written
         if why:
             _say(call.k_cache.dtype, call.q.dtype, why)
-    k_descale, v_descale = (_expanded_to_batch(x, batch_of(call)) for x in (k_descale, v_descale))
+    q_descale, k_descale, v_descale = (
+        _expanded_to_batch(x, batch_of(call)) for x in (q_descale, k_descale, v_descale)
+    )
+    has_new_keys = call.k is not None
     call = _appended(call, k_descale, v_descale)
+    if not why_widened:
+        if has_new_keys and call.q.is_cpu and isinstance(k_descale, Tensor) and k_descale.dim() > 2:
+            # New rows with inf or NaN hold NaN, whose descales the op would refuse on the CPU.
+            k_descale = k_descale.nan_to_num(1.0, posinf=1.0)
+        return e4m3_kvcache.attend(call, q_descale, k_descale, v_descale)
+    call, k_descale = _with_descale_of_q(call, q_descale, k_descale)
     if not why:
         return _attend_in_8_bits(call, k_descale, v_descale)
     return _attend_over_copies(call, k_descale, v_descale, sparse)
 
 
-def copied_because(call: FwdKvcacheCall, sparse: Sparse | None) -> str:
-    """Why the caches of a valid call are copied to q's dtype; empty if the op reads them."""
+def copied_because(call: FwdKvcacheCall, sparse: Sparse | None, why_widened: str) -> str:
+    """Why the caches of a valid call are copied to q's dtype, or to bf16 if that is e4m3; empty if
+    an op reads them. ``why_widened``: :func:`.e4m3_kvcache.widened_because`."""
+    if not why_widened:
+        return ""
     if sparse is not None:
         return "where sparse= names the keys"
-    return _copied_on_cuda(call) if call.q.is_cuda else ""
+    return _copied_on_cuda(call, why_widened) if call.q.is_cuda else ""
 
 
-def _copied_on_cuda(call: FwdKvcacheCall) -> str:
+def _copied_on_cuda(call: FwdKvcacheCall, why_widened: str) -> str:
     """The same of a call on CUDA that is not sparse."""
     q, caches = call.q, (call.k_cache, call.v_cache)
-    dims = (q.shape[-1], call.v_cache.shape[-1])
-    if longest_queries(call) * (q.shape[-2] // call.k_cache.shape[-2]) > MOST_ROWS:
-        return f"on CUDA for more than {MOST_ROWS} rows of queries a kv head"
-    if any(dim % 16 for dim in dims) or not all(map(_is_aligned, caches)):
+    dims, dtype = (q.shape[-1], call.v_cache.shape[-1]), validate_kvcache.wide_dtype(q)
+    if query_rows(call) > MOST_ROWS:
+        return f"on CUDA for more than {MOST_ROWS} rows of queries a kv head where {why_widened}"
+    if any(dim % 16 for dim in dims) or not all(map(begins_on_vectors, caches)):
         return "on CUDA but in rows that are multiples of 16 bytes and begin on their boundaries"
-    if not support.reads_eight_bits(q.dtype, call.k_cache.dtype, dims, q.get_device()):
+    if not support.reads_eight_bits(dtype, call.k_cache.dtype, dims, q.get_device()):
         return f"on this GPU of head dims {dims[0]} and {dims[1]}"
     return ""
 
 
-def _is_aligned(cache: Tensor) -> bool:
-    """Whether rows of heads begin on 16-byte boundaries; in a graph an address is the kernel's to
-    refuse."""
-    steps = [step for n, step in zip(cache.shape[:-1], cache.stride(), strict=False) if n > 1]
-    begins = 0 if torch.compiler.is_compiling() else validate_ops.address(cache) or 0
-    return not any(at % 16 for at in (begins, *steps))
+def _with_descale_of_q(
+    call: FwdKvcacheCall, q_descale: Descale, k_descale: Descale
+) -> tuple[FwdKvcacheCall, Descale]:
+    """The call, and k's descale, of which one is multiplied by q's; q is rounded to its dtype."""
+    if q_descale is None:
+        return call, k_descale
+    if not isinstance(q_descale, Tensor):
+        scale = scaled(call.softmax_scale, call.q.shape[-1], q_descale)
+        return call._replace(softmax_scale=scale), k_descale
+    is_of_tokens = isinstance(k_descale, Tensor) and k_descale.dim() == 3
+    if q_descale.dim() > 2 or (q_descale.dim() == 2 and is_of_tokens):
+        is_of_rows = q_descale.dim() > 2
+        factor = q_descale if is_of_rows else of_rows(q_descale, call.q, call.cu_seqlens_q)
+        return call._replace(q=(call.q * factor).to(call.q.dtype)), k_descale
+    return call, q_descale if k_descale is None else q_descale * k_descale
 
 
 def _attend_in_8_bits(
@@ -137,11 +173,18 @@ def _attend_over_copies(
     return out, softmax_lse
 
 
-def check_values(call: FwdKvcacheCall, k_descale: Descale, v_descale: Descale) -> None:
+def check_values(
+    call: FwdKvcacheCall, q_descale: Descale, k_descale: Descale, v_descale: Descale
+) -> None:
     """ValueError for the first descale of keys in use that is not a positive finite number."""
     places = Places(
         call.k_cache, keys_before(call), call.cache_batch_idx, call.cache_leftpad, call.block_table
     )
+    if isinstance(q_descale, Tensor) and not ((q_descale > 0) & (q_descale < torch.inf)).all():
+        raise ValueError(
+            "q_descale holds a number that is not positive and finite; expected what q is to be "
+            "multiplied by"
+        )
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         wrong = places.lack(x) if isinstance(x, Tensor) else places.used.new_zeros(0)
         if bool(wrong.any()):

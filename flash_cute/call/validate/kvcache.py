@@ -20,22 +20,34 @@ if TYPE_CHECKING:
     from flash_cute.ops.typed import FwdKvcacheCall
 
 KVCACHE_CUDA_DTYPES = (torch.float16, torch.bfloat16)
+E4M3 = torch.float8_e4m3fn
 
 
-def check(call: FwdKvcacheCall, names: validate_options.Names, is_quantized: bool = False) -> int:
-    """Checks all of a call but the values of index tensors; returns the batch size. Not the dtypes
-    of caches that :mod:`flash_cute.call.validate.quantized_kvcache` found to be of 8 bits."""
-    batch = _shapes(call, is_quantized)
+def check(
+    call: FwdKvcacheCall,
+    names: validate_options.Names,
+    is_quantized: bool = False,
+    dtypes: tuple[torch.dtype, ...] = validate.DTYPES,
+) -> int:
+    """Checks all of a call, with q of ``dtypes``, but the values of index tensors; returns the
+    batch size. Not the dtypes of caches that :mod:`flash_cute.call.validate.quantized_kvcache`
+    found to be of 8 bits."""
+    batch = _shapes(call, is_quantized, dtypes)
     validate_options.check(call, batch, names)
     return batch
 
 
-def _shapes(call: FwdKvcacheCall, is_quantized: bool) -> int:
+def wide_dtype(q: Tensor) -> torch.dtype:
+    """q's dtype, or bf16, which e4m3 is widened to: of out, new keys and rotary tables."""
+    return torch.bfloat16 if q.dtype == E4M3 else q.dtype
+
+
+def _shapes(call: FwdKvcacheCall, is_quantized: bool, dtypes: tuple[torch.dtype, ...]) -> int:
     """Shapes, dtypes, devices, strides and counts; returns the batch size. ``cache_seqlens`` may be
     one number for all, as the function takes it."""
     q, k_cache, v_cache, k = call.q, call.k_cache, call.v_cache, call.k
     cu_seqlens_q, block_table, lengths = call.cu_seqlens_q, call.block_table, call.cache_seqlens
-    validate.same_kind(q, k_cache, v_cache, "k_cache", "v_cache", is_quantized)
+    validate.same_kind(q, k_cache, v_cache, "k_cache", "v_cache", is_quantized, dtypes)
     rank = 4 if cu_seqlens_q is None else 3
     if q.dim() != rank:
         layout = "(batch, seqlen_q, heads, dim)" if rank == 4 else "(total_q, heads, dim)"
@@ -80,7 +92,7 @@ def _shapes(call: FwdKvcacheCall, is_quantized: bool) -> int:
 def cuda(q: Tensor, v_cache: Tensor, sink: Tensor | None) -> None:
     """Refuses dtypes and head dims without CUDA kernels over a cache."""
     validate.cuda_build_and_sink(q, sink)
-    if q.dtype not in KVCACHE_CUDA_DTYPES:
+    if wide_dtype(q) not in KVCACHE_CUDA_DTYPES:
         raise NotImplementedError(
             f"dtype {q.dtype} is not supported over a key/value cache on CUDA yet; supported: "
             f"{validate.listed(KVCACHE_CUDA_DTYPES)}; cast q and the caches, or run on the CPU"
@@ -197,7 +209,12 @@ def _new_keys(
         return
     if cache_seqlens is None:
         raise ValueError("cache_seqlens is None; k and v need it: they are appended there")
-    validate.same_kind(q, k, v)
+    if q.dtype == E4M3 and not k.dtype == v.dtype == wide_dtype(q):
+        raise TypeError(
+            f"dtypes differ: q has {q.dtype}, k {k.dtype}, v {v.dtype}; with q in e4m3, k and v "
+            f"are to be {wide_dtype(q)}"
+        )
+    validate.same_kind(q, k, v, is_quantized=q.dtype == E4M3, dtypes=(*validate.DTYPES, E4M3))
     for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
         validate_ops.check_not_expanded(name, cache)
     if k_cache is v_cache or (
@@ -233,8 +250,9 @@ def rotary(
     if k is None:
         raise ValueError("rotary_cos is given, but no k and v: rotary embedding is for new keys")
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
-        if not isinstance(x, Tensor) or x.dtype != q.dtype:
-            raise TypeError(f"{name} is {validate.dtype_or_kind(x)}; q is {q.dtype}")
+        if not isinstance(x, Tensor) or x.dtype != wide_dtype(q):
+            expected = f"; expected {wide_dtype(q)}" if q.dtype == E4M3 else ""
+            raise TypeError(f"{name} is {validate.dtype_or_kind(x)}; q is {q.dtype}{expected}")
         validate.strided(name, x)
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device}, q on {q.device}; they must agree")

@@ -16,9 +16,12 @@ if TYPE_CHECKING:
     from flash_cute.ops.typed import FwdKvcacheCall
 
 DTYPES = (torch.float8_e4m3fn, torch.int8)
+Q_DTYPES = (*validate.DTYPES, validate_kvcache.E4M3)
 
 
-def is_quantized(k_cache: Any, v_cache: Any, k_descale: Any, v_descale: Any) -> bool:
+def is_quantized(
+    k_cache: Any, v_cache: Any, q_descale: Any, k_descale: Any, v_descale: Any
+) -> bool:
     """Whether the caches are of 8 bits; refuses other dtypes of one byte, and descales of caches
     that are not."""
     caches, descales = (("k", k_cache), ("v", v_cache)), (("k", k_descale), ("v", v_descale))
@@ -31,6 +34,11 @@ def is_quantized(k_cache: Any, v_cache: Any, k_descale: Any, v_descale: Any) -> 
                     f"{name}_descale is given, and the caches have {k_cache.dtype}; descales are "
                     f"of caches of {validate.listed(DTYPES)}: leave it None"
                 )
+        if q_descale is not None:
+            raise NotImplementedError(
+                f"q_descale is given, and the caches have {k_cache.dtype}; it is of calls over "
+                f"caches of {validate.listed(DTYPES)}: multiply q by it, and leave it None"
+            )
         return False
     if k_cache.dtype != v_cache.dtype or k_cache.dtype not in DTYPES:
         raise TypeError(
@@ -46,9 +54,21 @@ def is_quantized(k_cache: Any, v_cache: Any, k_descale: Any, v_descale: Any) -> 
     return True
 
 
-def check_descales(call: FwdKvcacheCall, batch: int, k_descale: Any, v_descale: Any) -> None:
+def check_descales(
+    call: FwdKvcacheCall, batch: int, q_descale: Any, k_descale: Any, v_descale: Any
+) -> None:
     """Checks the descales of a call that is valid but for them."""
     rows, heads_k = tuple(call.k_cache.shape[:-1]), call.k_cache.shape[2]
+    if q_descale is not None and validate.is_descale_tensor(q_descale, "q_descale", call.q):
+        if q_descale.dtype != torch.float32:
+            raise TypeError(f"q_descale has dtype {q_descale.dtype}; expected torch.float32")
+        shape, own = tuple(q_descale.shape), (*call.q.shape[:-1], 1)
+        shapes = ((), (1,), (heads_k,), (batch, heads_k), own)
+        if not any(len(shape) == len(x) and shape == x for x in shapes):
+            raise ValueError(
+                f"q_descale has shape {shape}; expected one element, (heads_k,), {(heads_k,)}, "
+                f"(batch, heads_k), {(batch, heads_k)}, or one for each row and head, {own}"
+            )
     written = []
     for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
         if x is None or not validate.is_descale_tensor(x, name, call.q):
