@@ -13,7 +13,6 @@ from torch import Tensor
 from flash_cute import check
 from flash_cute.call import spellings, validate
 from flash_cute.call.validate import ops as validate_ops
-from flash_cute.call.validate.quantized_kvcache import DTYPES
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -162,37 +161,3 @@ def check_no_metadata(scheduler_metadata: Tensor | None) -> None:
         raise NotImplementedError(
             "scheduler_metadata is not flash_cute's; pass what its get_scheduler_metadata returns"
         )
-
-
-def over_8_bits(
-    q: Any, k_cache: Any, v_cache: Any, descales: tuple[Any, Any], cu_seqlens_q: Tensor | None
-) -> tuple[Any, Any, Any]:
-    """q, ``q_descale`` and ``k_descale`` of FlashAttention-3's call over a cache. If that has 8
-    bits, q gets 16, which hold every number of e4m3, and k_descale is the product of both, as
-    scores are multiplied by that; else they are as given."""
-    q_descale, k_descale = descales
-    given = (q, k_cache, v_cache)
-    if not all(isinstance(x, Tensor) for x in given) or k_cache.dtype not in DTYPES:
-        return q, q_descale, k_descale
-    if q.dtype == torch.float8_e4m3fn:
-        q = q.to(torch.bfloat16)
-    if q_descale is None:
-        return q, None, k_descale
-    batch = len(q) if cu_seqlens_q is None else len(cu_seqlens_q) - 1
-    heads = (batch, k_cache.shape[2])
-    if not validate.is_descale_tensor(q_descale, "q_descale", q):
-        shape: tuple[int, ...] = ()
-    elif q_descale.dtype != torch.float32:
-        raise TypeError(f"q_descale has dtype {q_descale.dtype}; expected torch.float32")
-    else:
-        shape = tuple(q_descale.shape)
-    if shape not in ((), (1,), heads):
-        raise ValueError(
-            f"q_descale has shape {shape}; expected one element, or (batch, heads_k), {heads}"
-        )
-    if isinstance(k_descale, Tensor) and k_descale.dim() == 3 and shape == heads:
-        raise NotImplementedError(
-            "q_descale is of heads and k_descale of tokens; multiply q by q_descale, and leave it "
-            "None"
-        )
-    return q, None, q_descale if k_descale is None else q_descale * k_descale

@@ -99,9 +99,6 @@ def _flash_attn_forward(
         )
     if cached:
         rows, page_table = calls.select_cache_rows(kv_batch_idx, page_table)
-        q, options["q_descale"], options["k_descale"] = calls.over_8_bits(
-            q, k, v, (q_descale, k_descale), cu_seqlens_q
-        )
         with torch.no_grad():
             result, softmax_lse = flash_cute.flash_attn_with_kvcache(
                 q, k, v, k_new, v_new, rotary_cos, rotary_sin, seqused_k, rows,

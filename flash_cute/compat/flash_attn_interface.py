@@ -177,11 +177,8 @@ def flash_attn_with_kvcache(
     """:func:`flash_cute.flash_attn_with_kvcache`, without gradients. ``cache_batch_idx`` selects
     rows of ``page_table``; ``return_softmax_lse`` returns (out, softmax_lse, None, None).
     ``scheduler_metadata`` is what :func:`get_scheduler_metadata` returned. Over caches of 8 bits q
-    may be e4m3, which is widened to bf16, and ``q_descale`` multiplies it."""
+    may be e4m3; k and v, which are quantised here, are bf16 then."""
     calls.check_no_metadata(scheduler_metadata)
-    q, q_descale, k_descale = calls.over_8_bits(
-        q, k_cache, v_cache, (q_descale, k_descale), cu_seqlens_q
-    )
     cache_batch_idx, page_table = calls.select_cache_rows(cache_batch_idx, page_table)
     with torch.no_grad():
         results = kvcache.flash_attn_with_kvcache(

@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 
+import flash_cute
 from flash_cute.compat import flash_attn_3_raw, flash_attn_interface
 
 
@@ -66,5 +67,35 @@ def test_flash_attn_3_s_descales_that_are_refused():
     ):
         with pytest.raises(RuntimeError, match=match):
             call(q_descale=wrong)
-    with pytest.raises(NotImplementedError, match="k_descale of tokens"):
-        call(q_descale=torch.ones(2, 2), k_descale=torch.ones(2, 6, 2))
+
+
+@pytest.mark.filterwarnings("ignore:flash_cute. no kernel reads a cache")
+@pytest.mark.parametrize("queries", [2, 50])  # of few and of many rows a kv head
+@pytest.mark.parametrize("raw", [False, True])
+def test_flash_attn_3_s_queries_of_e4m3(device, raw, queries):
+    """They and their descales reach the function as they are; new keys are not divided by them."""
+    q = torch.randn(2, queries, 4, 16, device=device).to(torch.float8_e4m3fn)
+    caches = torch.randn(2, 2, 90, 2, 16, device=device).to(torch.float8_e4m3fn).unbind()
+    new = torch.randn(2, 2, 3, 2, 16, device=device).bfloat16().unbind()
+    lengths = torch.tensor([73, 80], dtype=torch.int32, device=device)
+    descales = torch.rand(3, 2, 2, device=device) + 0.5
+    given = dict(zip(("q_descale", "k_descale", "v_descale"), descales, strict=True))
+    copies = [x.clone() for x in caches]
+    if raw:
+        out, lse, *_ = flash_attn_3_raw._flash_attn_forward(
+            q, *caches, *new, seqused_k=lengths, softmax_scale=0.3, causal=True, **given
+        )
+    else:
+        out, lse, *_ = flash_attn_interface.flash_attn_with_kvcache(
+            q, *caches, *new, cache_seqlens=lengths, softmax_scale=0.3, causal=True,
+            return_softmax_lse=True, **given,
+        )  # fmt: skip
+    expected = flash_cute.flash_attn_with_kvcache(
+        q, *copies, *new, cache_seqlens=lengths, softmax_scale=0.3, causal=True,
+        return_softmax_lse=True, **given,
+    )  # fmt: skip
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    for x, copy, row, descale in zip(caches, copies, new, descales[1:], strict=True):
+        assert torch.equal(x.view(torch.int8), copy.view(torch.int8))
+        stored = x[0, 73:76].float() * descale[0, :, None]
+        torch.testing.assert_close(stored, row[0].float(), rtol=2**-4, atol=2**-9)
