@@ -217,6 +217,55 @@ def test_caches_of_fp8(device, vllm, name, causal):
         torch.testing.assert_close(output[rows], expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.filterwarnings("ignore:flash_cute. no kernel reads a cache")
+@pytest.mark.parametrize("is_long", [False, True])
+@pytest.mark.parametrize("of_q", [(), (1,), (HEADS_K,)], ids=str)
+@pytest.mark.parametrize("causal", [True, [1, 0]], ids=["causal", "mixed"])
+def test_queries_of_fp8(device, vllm, causal, of_q, is_long):
+    """vLLM's queries in e4m3 and their scale. For the bound of long ones, weights are rounded."""
+    _, cache, metadata = batch(vllm, device)
+    layer = SimpleNamespace(
+        _q_scale=torch.full(of_q, 0.5, device=device), _k_scale=torch.full((), 0.02, device=device),
+        _v_scale=torch.full((1,), 0.3, device=device),
+    )  # fmt: skip
+    scales = torch.cat([x.expand(DIM) for x in (layer._k_scale, layer._v_scale)])
+    stored = (cache.float() / scales).to(torch.float8_e4m3fn)
+    numbers = (stored.float() * scales).bfloat16()
+    longest = 40 if is_long else 3  # 80 rows of queries a kv head, or 6
+    query = torch.randn(longest + 2, HEADS, DIM, device=device).to(torch.float8_e4m3fn)
+    changes = {
+        "max_query_len": longest, "num_actual_tokens": longest + 1, "max_seq_len": 45,
+        "seq_lens": torch.tensor([45, 17], dtype=torch.int32, device=device),
+        "query_start_loc": torch.tensor([0, longest, longest + 1], dtype=torch.int32).to(device),
+    }  # fmt: skip
+    if causal is not True:
+        changes["causal"] = torch.tensor(causal, dtype=torch.int32, device=device)
+    metadata = dataclasses.replace(metadata, **changes)
+    output = torch.full(query.shape, 7.0, dtype=torch.float16, device=device)
+    make(vllm, kv_cache_dtype="fp8").forward(
+        layer, query, None, None, stored.view(torch.uint8), metadata, output
+    )
+    assert (output[longest + 1 :] == 7).all()
+    for b, rows in enumerate((slice(0, longest), slice(longest, longest + 1))):
+        is_causal = causal is True or bool(causal[b])
+        expected = expected_of(b, rows, query.bfloat16() / 2, numbers, metadata, is_causal)
+        error = (output[rows].float() - expected.float()).norm() / expected.float().norm()
+        assert error < (5e-2 if is_long else 1.5e-2)
+
+
+def test_vllm_rounds_queries_where_an_op_takes_them(vllm, monkeypatch):
+    def asked(**options):
+        return make(vllm, **options).supports_quant_query_input
+
+    for has_kernels in (False, True):
+        monkeypatch.setattr(vllm, "_has_fp8_kernels", lambda found=has_kernels: found)
+        assert asked(kv_cache_dtype="fp8") is has_kernels
+        assert not asked() and not asked(kv_cache_dtype="bfloat16")
+        for options in ({"logits_soft_cap": 2.0}, {"alibi_slopes": [0.1] * 4},
+                        {"attn_type": AttentionType.ENCODER}):  # fmt: skip
+            assert not asked(kv_cache_dtype="fp8_e4m3", **options)
+
+
 def test_new_keys_are_written_as_fp8(vllm):
     cache = torch.zeros(6, HEADS_K, PAGE, 2 * DIM, dtype=torch.uint8)
     key, value = torch.randn(2, 5, HEADS_K, DIM).bfloat16()

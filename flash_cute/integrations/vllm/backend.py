@@ -25,6 +25,7 @@ import flash_cute
 from flash_cute.functional.quantized_kvcache import quantized
 from flash_cute.integrations.vllm import NAME
 from flash_cute.kernels import support
+from flash_cute.ops import has_fp8_attention
 
 FP8 = ("fp8", "fp8_e4m3")  # vLLM's names of e4m3
 
@@ -132,7 +133,9 @@ class MetadataBuilder(AttentionMetadataBuilder[Metadata]):
 
 
 class Implementation(AttentionImpl[Metadata]):
-    """One layer's attention; vLLM writes new keys and values to the cache before it."""
+    """One layer's attention; vLLM writes new keys and values to the cache before it. Over caches of
+    e4m3 vLLM rounds queries to e4m3, too, where ``supports_quant_query_input`` says so: where an op
+    of e4m3 inputs computes prompts."""
 
     can_return_lse_for_decode = False
     lse_base_on_e = True
@@ -163,6 +166,8 @@ class Implementation(AttentionImpl[Metadata]):
         self.softcap = logits_soft_cap or 0.0
         self.window_side = -1 if sliding_window is None else sliding_window - 1
         self.slopes = None if alibi_slopes is None else torch.tensor(alibi_slopes).float()
+        is_plain = self.softcap == 0 and alibi_slopes is None and not self._is_encoder()
+        self.supports_quant_query_input = self.is_fp8 and is_plain and _has_fp8_kernels()
 
     def forward(
         self,
@@ -255,6 +260,7 @@ class Implementation(AttentionImpl[Metadata]):
         return flash_cute.flash_attn_with_kvcache(
             q, k_cache, v_cache, cache_seqlens=lengths, block_table=metadata.block_table,
             cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len,
+            q_descale=layer._q_scale if q.dtype == torch.float8_e4m3fn else None,
             k_descale=layer._k_scale if self.is_fp8 else None,
             v_descale=layer._v_scale if self.is_fp8 else None,
             **self._score_options(q.device, causal),
@@ -272,3 +278,8 @@ class Implementation(AttentionImpl[Metadata]):
             "alibi_slopes": self.slopes,
             "sink": self.sinks,
         }
+
+
+def _has_fp8_kernels() -> bool:
+    """Whether this process's GPU has kernels of e4m3 inputs."""
+    return torch.cuda.is_available() and has_fp8_attention(torch.device("cuda"))
