@@ -81,7 +81,7 @@ def attend(
         used = torch.full((batch,), capacity(call), **integers)
     scale = scaled(call.softmax_scale, q.shape[-1], q_descale, k_descale)
     of_op = VarlenFwdCall(
-        packed, call.k_cache, call.v_cache, offsets, torch.zeros(batch + 1, **integers), longest,
+        packed, call.k_cache, call.v_cache, offsets, offsets, longest,  # ``used`` counts keys
         capacity(call), None, used, block_table=table, softmax_scale=scale,
         is_causal=call.is_causal, window_size_left=call.window_size_left,
         window_size_right=call.window_size_right, sink=call.sink,

@@ -158,14 +158,15 @@ def flash_attn_with_kvcache(
     over e4m3 caches takes the attention of e4m3 inputs on every device that has it: nothing is
     copied, and products are those of 8 bits. That costs accuracy: weights are rounded to e4m3, too,
     each by 2^-4 of it at most, so that out is off by 2.5 % in the mean square, or by far less where
-    it is a mean of many values that do not cancel. q of 16 bits is never rounded so. Other calls
-    with e4m3 q widen it to bf16, which holds every number of it: those of fewer rows, over int8, with ``softcap``,
-    ``alibi_slopes``, ``cache_leftpad``, ``rotary_cos``, ``sparse``, ``split_size``, ``num_splits``
-    above 1, or a v_descale of tokens, and those whose block_table has room for many more keys than
-    there are. So do, on CUDA, pages of rows that are no multiple of 8, head dims that are none of
-    16, or of up to 128 for k and more for v. Where q is widened, a q_descale of rows, or of heads
-    beside a k_descale of tokens, multiplies q, which is rounded to bf16 once more. On the CPU bad
-    descales are refused where weights are rounded, as :mod:`flash_cute.call.fp8` says.
+    it is a mean of many values that do not cancel. q of 16 bits is never rounded so.
+    Other calls with e4m3 q widen it to bf16, which holds every number of it: those of fewer rows,
+    over int8, with ``softcap``, ``alibi_slopes``, ``cache_leftpad``, ``rotary_cos``, ``sparse``,
+    ``split_size``, ``num_splits`` above 1, or a v_descale of tokens, and those whose sequences have
+    room for many more keys than the caches hold. So do, on CUDA, pages of rows that are no multiple
+    of 8, head dims that are none of 16, or of up to 128 for k and more for v. Where q is widened, a
+    q_descale of rows, or of heads beside a k_descale of tokens, multiplies q, which is rounded to
+    bf16 once more. On the CPU descales that are not positive and finite are refused where weights
+    are rounded.
 
     Nothing is read back by the host, so that CUDA graphs may replay the call with other contents of
     the index tensors. There is no backward.
