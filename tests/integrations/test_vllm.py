@@ -253,6 +253,32 @@ def test_queries_of_fp8(device, vllm, causal, of_q, is_long):
         assert error < (5e-2 if is_long else 1.5e-2)
 
 
+def test_prompts_over_fp8_see_no_more_pages_than_the_longest_request(vllm, monkeypatch):
+    """They take memory for as many keys as the table has room for."""
+    _, cache, metadata = batch(vllm, "cpu")
+    layer = SimpleNamespace(
+        _q_scale=torch.ones(()), _k_scale=torch.ones(()), _v_scale=torch.ones(())
+    )
+    given = (torch.zeros(5, HEADS, DIM).to(torch.float8_e4m3fn), None, None,
+             cache.to(torch.float8_e4m3fn).view(torch.uint8))  # fmt: skip
+    columns = []
+    attend = flash_cute.flash_attn_with_kvcache
+
+    def recorded(*args, **named):
+        columns.append(named["block_table"].shape[1])
+        return attend(*args, **named)
+
+    monkeypatch.setattr(vllm.flash_cute, "flash_attn_with_kvcache", recorded)
+    for queries in (3, 1):  # of one query each: as a draft has, whose lengths grow on the device
+        offsets = torch.tensor([0, queries, queries + 1], dtype=torch.int32)
+        changed = dataclasses.replace(
+            metadata, max_query_len=queries, query_start_loc=offsets, num_actual_tokens=queries + 1
+        )
+        output = torch.zeros(5, HEADS, DIM).bfloat16()
+        make(vllm, kv_cache_dtype="fp8").forward(layer, *given, changed, output)
+    assert columns == [2, 3]  # 29 tokens in pages of 16, and the table as it is
+
+
 def test_vllm_rounds_queries_where_an_op_takes_them(vllm, monkeypatch):
     def asked(**options):
         return make(vllm, **options).supports_quant_query_input

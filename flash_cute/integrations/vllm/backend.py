@@ -257,8 +257,13 @@ class Implementation(AttentionImpl[Metadata]):
     ) -> Tensor:
         """Attention over pages; queries are the last of their request's ``lengths`` tokens."""
         k_cache, v_cache = self._caches(kv_cache)
+        table = metadata.block_table
+        if self.is_fp8 and metadata.max_query_len > 1:
+            # Prompts take memory for as many keys as the table has. Graphs are captured with the
+            # largest length; steps of a draft, whose lengths grow on the device, have one query.
+            table = table[:, : -(-max(metadata.max_seq_len, 1) // k_cache.shape[1])]
         return flash_cute.flash_attn_with_kvcache(
-            q, k_cache, v_cache, cache_seqlens=lengths, block_table=metadata.block_table,
+            q, k_cache, v_cache, cache_seqlens=lengths, block_table=table,
             cu_seqlens_q=metadata.query_start_loc, max_seqlen_q=metadata.max_query_len,
             q_descale=layer._q_scale if q.dtype == torch.float8_e4m3fn else None,
             k_descale=layer._k_scale if self.is_fp8 else None,
