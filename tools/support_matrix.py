@@ -48,7 +48,8 @@ FEATURES = {
     "key/value cache (`flash_attn_with_kvcache`), forward": (YES, "fp16, bf16"),
     "caches of e4m3 or int8, with descales": (
         _QUANTISED,
-        f"{_QUANTISED}; read in 8 bits by up to 64 queries a kv head, else copied to q's dtype",
+        f"{_QUANTISED}; read in 8 bits by up to 64 queries a kv head, and by e4m3 queries on "
+        "Hopper, else copied to q's dtype",
     ),
     "softcap, ALiBi slopes, attention sinks": (YES, YES),
     "dropout, probabilities, `softmax_lse` and its gradient": (YES, YES),
