@@ -211,7 +211,7 @@ def token_descales(x: Tensor, dtype: torch.dtype) -> Tensor:
     return descale.masked_fill_(descale == 0, 1)
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _say(stored: torch.dtype, wide: torch.dtype, why: str) -> None:
     warnings.warn(
         f"flash_cute: no kernel reads a cache of {stored} {why}; each call copies the rows that it "

@@ -185,15 +185,19 @@ def test_rotary_embedding_widens_queries(device):
     assert not by_op and torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("layout", ["dense", "pages of 16"])
 @pytest.mark.parametrize("kinds", [("number",) * 3, ("batch", "tokens", "heads")], ids=str)
-def test_compiled(device, kinds, layout):
+def test_compiled(device, kinds, layout, dynamic):
     prompts = Prompts(layout, kinds)
     given = prompts.on(device, causal=True, **new_rows(prompts))
     traced = {n: x.clone() if isinstance(x, Tensor) else x for n, x in given.items()}
     expected, expected_lse, _ = run(given)
-    call = torch.compile(flash_cute.flash_attn_with_kvcache, fullgraph=True, backend="aot_eager")
+    call = torch.compile(
+        flash_cute.flash_attn_with_kvcache, fullgraph=True, dynamic=dynamic, backend="aot_eager"
+    )
     out, lse = call(**traced)
+    torch.compiler.reset()  # the function's other graphs are not this test's
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
     assert torch.equal(*(x["k_cache"].view(torch.int8) for x in (given, traced)))
 
