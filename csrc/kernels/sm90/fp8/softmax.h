@@ -38,23 +38,26 @@ struct RoundedSoftmax {
   CUTE_DEVICE void step(Scores&& scores, float (&factors)[2]) {
     constexpr int kColumns = decltype(size<1>(scores))::value, kTogether = 4;
     const float before[2] = {row_max[0], row_max[1]};
-    update_max(scores);
-    float base[2], offset[2];
-    bool is_large = false;
+    take_nonnegative_max(scores);
+    float offset[2];
+    bool is_rare = false;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      base[r] = row_max[r] == -INFINITY ? 0.f : row_max[r];
-      offset[r] = base[r] * scale_log2[r];
+      offset[r] = row_max[r] * scale_log2[r];
       factors[r] = exp2_approx(before[r] * scale_log2[r] - offset[r]);
-      is_large |= kLargeOffset <= fabsf(offset[r]) && fabsf(offset[r]) < INFINITY;
+      is_rare |= __float_as_int(row_max[r]) < 0 || kLargeOffset <= offset[r];
     }
-    if (__any_sync(~0u, is_large)) {
+    if (__any_sync(~0u, is_rare)) {
+      row_max[0] = before[0];
+      row_max[1] = before[1];
+      take_max(scores);
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        factors[r] = exp2_approx((before[r] - base[r]) * scale_log2[r]);
+        const float base = row_max[r] == -INFINITY ? 0.f : row_max[r];
+        factors[r] = exp2_approx((before[r] - base) * scale_log2[r]);
         offset[r] = 0.f;
         CUTE_UNROLL
-        for (int c = 0; c < kColumns; ++c) scores(r, c) -= base[r];
+        for (int c = 0; c < kColumns; ++c) scores(r, c) -= base;
       }
     }
     float sum[2][2] = {{row_sum[0] * factors[0], 0.f}, {row_sum[1] * factors[1], 0.f}};
@@ -90,27 +93,45 @@ struct RoundedSoftmax {
  private:
   // The largest scores so far, of all columns; both rows side by side.
   template <class Scores>
-  CUTE_DEVICE void update_max(const Scores& scores) {
-    constexpr int kColumns = decltype(size<1>(scores))::value, kChains = 4;
-    float top[2][kChains];
+  CUTE_DEVICE void take_max(const Scores& scores) {
+    constexpr int kColumns = decltype(size<1>(scores))::value;
     CUTE_UNROLL
-    for (int c = 0; c < kColumns; ++c) {
+    for (int r = 0; r < 2; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < kColumns; ++c) row_max[r] = fmaxf(row_max[r], scores(r, c));
+      row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(~0u, row_max[r], 1));
+      row_max[r] = fmaxf(row_max[r], __shfl_xor_sync(~0u, row_max[r], 2));
+    }
+  }
+
+  // The same if there is one of at least 0, else some negative number or NaN: numbers compare as integers, of which the
+  // hardware takes three at a time.
+  template <class Scores>
+  CUTE_DEVICE void take_nonnegative_max(const Scores& scores) {
+    constexpr int kColumns = decltype(size<1>(scores))::value, kChains = 4;
+    int top[2][kChains];
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; c += 2) {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        float& chain = top[r][c % kChains];
-        chain = fmaxf(c < kChains ? row_max[r] : chain, scores(r, c));
+        int& chain = top[r][c / 2 % kChains];
+        chain = __vimax3_s32(__float_as_int(scores(r, c)), __float_as_int(scores(r, c + 1)),
+                             c < 2 * kChains ? __float_as_int(row_max[r]) : chain);
       }
     }
+    int most[2];
     CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(fmaxf(top[r][0], top[r][1]), fmaxf(top[r][2], top[r][3]));
+    for (int r = 0; r < 2; ++r) most[r] = max(__vimax3_s32(top[r][0], top[r][1], top[r][2]), top[r][3]);
     CUTE_UNROLL
     for (int lanes = 1; lanes <= 2; lanes *= 2) {
-      float other[2];
+      int other[2];
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) other[r] = __shfl_xor_sync(~0u, row_max[r], lanes);
+      for (int r = 0; r < 2; ++r) other[r] = __shfl_xor_sync(~0u, most[r], lanes);
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) row_max[r] = fmaxf(row_max[r], other[r]);
+      for (int r = 0; r < 2; ++r) most[r] = max(most[r], other[r]);
     }
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) row_max[r] = __int_as_float(most[r]);
   }
 };
 
