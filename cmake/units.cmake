@@ -78,7 +78,7 @@ if(jobs LESS 1)
 endif()
 set_property(GLOBAL APPEND PROPERTY JOB_POOLS kernels=${jobs})
 
-set(passes append.cu occupancy.cu combine.cu zero_fill.cu combine_splits.cu pages.cu probabilities.cu pooled_softmax.cu quantize.cu sink_grad.cu tile_lists.cu transpose_values.cu pad_rows.cu)
+set(passes append.cu occupancy.cu combine.cu zero_fill.cu combine_splits.cu pages.cu probabilities.cu pooled_softmax.cu dequantize.cu quantize.cu sink_grad.cu tile_lists.cu transpose_values.cu pad_rows.cu)
 list(TRANSFORM passes PREPEND csrc/kernels/passes/)
 add_library(kernels OBJECT ${passes})
 foreach(unit IN LISTS units)

@@ -102,6 +102,7 @@ STABLE_TORCH_LIBRARY(FLASH_CUTE_NAMESPACE, m) {
   m.def(("fp8_fwd(" + kQkv + kFp8Scales + kFp8Score + ")" + kOutAndLse).c_str());
   m.def(("fp8_varlen_fwd(" + kQkv + kFp8Sequences + kBlockTable + kFp8Scales + kFp8Score + ")" + kOutAndLse).c_str());
   m.def(("quantize_e4m3(" + kQuantize + ") -> (Tensor values, Tensor descale, Tensor? mean)").c_str());
+  m.def("dequantize_e4m3(Tensor values, Tensor descale, ScalarType dtype) -> Tensor");
   m.def(("attend_quantized_kvcache(" + kAttendQuantizedKvcache + ")" + kOutAndLse).c_str());
   m.def(("combine(Tensor out_partial, Tensor lse_partial, ScalarType? dtype=None)" + kOutAndLse).c_str());
   m.def("tile_lists(Tensor codes, SymInt capacity) -> Tensor");
@@ -156,6 +157,7 @@ STABLE_TORCH_LIBRARY_IMPL(FLASH_CUTE_NAMESPACE, CUDA, m) {
   m.impl("transposed_tile_lists", &guarded<&transposed_tile_lists>);
   m.impl("pooled_softmax", &guarded<&pooled_softmax>);
   m.impl("quantize_e4m3", &guarded<&quantize_e4m3>);
+  m.impl("dequantize_e4m3", &guarded<&dequantize_e4m3>);
   m.impl("lab_forward", &guarded<&lab_forward>);
   m.impl("lab_forward_timed", &guarded<&lab_forward_timed>);
 }

@@ -26,7 +26,8 @@ TYPED = ROOT / "flash_cute" / "ops" / "typed.py"
 FROZEN = ROOT / "flash_cute" / "ops" / "schemas.txt"
 PUBLIC = (
     "fwd", "bwd", "varlen_fwd", "varlen_bwd", "fwd_kvcache", "attend_kvcache",
-    "attend_quantized_kvcache", "fp8_fwd", "fp8_varlen_fwd", "quantize_e4m3", "combine",
+    "attend_quantized_kvcache", "fp8_fwd", "fp8_varlen_fwd", "quantize_e4m3", "dequantize_e4m3",
+    "combine",
 )  # fmt: skip
 HEAD = '''"""Calls as values, and ``torch.ops.flash_cute`` with types: made of the ops' schemas by
 tools/op_stubs.py.

@@ -26,6 +26,7 @@ void combine(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void tile_lists(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void transposed_tile_lists(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void quantize_e4m3(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
+void dequantize_e4m3(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 void pooled_softmax(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);
 
 void lab_forward(StableIValue* stack, uint64_t num_arguments, uint64_t num_results);

@@ -1,4 +1,4 @@
-// torch.ops.flash_cute.quantize_e4m3: a tensor rounded to e4m3, with its descales.
+// torch.ops.flash_cute.quantize_e4m3 and dequantize_e4m3: a tensor rounded to e4m3 with its descales, and back.
 #include <torch/csrc/stable/accelerator.h>
 
 #include <algorithm>
@@ -7,6 +7,7 @@
 #include "api/api.h"
 #include "api/arguments.h"
 #include "api/tensors.h"
+#include "kernels/passes/dequantize.h"
 #include "kernels/passes/quantize.h"
 
 namespace flash_cute {
@@ -101,6 +102,34 @@ void quantize_e4m3(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor workspace = allocate(x, {quantize_workspace(p)}, ScalarType::Float);
   check_cuda("quantize_e4m3", quantize_e4m3(p, static_cast<float*>(workspace.data_ptr()), current_stream(x)));
   in.put(values, descale, mean);
+}
+
+void dequantize_e4m3(StableIValue* stack, uint64_t, uint64_t) {
+  Stack in(stack);
+  const View values = in.view(), descale = in.view();
+  const auto dtype = in.take<ScalarType>();
+  FC_CHECK(values.dtype == ScalarType::Float8_e4m3fn && values.dims >= 3,
+           "values is not torch.float8_e4m3fn (.., rows, heads, dim)");
+  FC_CHECK(is_contiguous(values), "values is not contiguous: call contiguous()");
+  check_device(descale, values, "descale");
+  const int64_t heads = values.size(values.dims - 2), count = descale.numel();
+  FC_CHECK(descale.dtype == ScalarType::Float && descale.dims == 1 && count > 0 && heads % count == 0,
+           "descale is not torch.float32 with a divisor of the ", heads, " heads of values as its one size");
+  FC_CHECK(is_contiguous(descale), "descale is not contiguous: call contiguous()");
+  FC_CHECK(dtype == ScalarType::Half || dtype == ScalarType::BFloat16,
+           "dtype is not supported; supported: torch.float16, torch.bfloat16");
+  const torch::stable::accelerator::DeviceGuard guard(values.device);
+  const Tensor out = allocate(values, values.sizes, values.dims, dtype);
+  const DequantizeE4M3 p{.values = static_cast<const uint8_t*>(values.ptr),
+                         .descale = static_cast<const float*>(descale.ptr),
+                         .heads_of_descale = checked_int(heads / count, "heads"),
+                         .heads = checked_int(heads, "heads"),
+                         .dim = checked_int(values.size(values.dims - 1), "the head dim"),
+                         .numbers = values.numel(),
+                         .out = out.data_ptr(),
+                         .dtype = dtype == ScalarType::Half ? DType::FP16 : DType::BF16};
+  check_cuda("dequantize_e4m3", dequantize_e4m3(p, current_stream(values)));
+  in.put(out);
 }
 
 }  // namespace flash_cute

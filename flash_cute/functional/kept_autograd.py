@@ -3,6 +3,7 @@ attends to them by the ops of e4m3 inputs where those compute the call."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from flash_cute.functional.packed_autograd import (
     gradients_of_packed,
 )
 from flash_cute.native import limits
-from flash_cute.ops.typed import VarlenFwdCall
+from flash_cute.ops.typed import OPS, VarlenFwdCall
 
 
 class Fp8Form(NamedTuple):
@@ -38,8 +39,24 @@ class Fp8Form(NamedTuple):
 
     def keep(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x in fp8, and its scales. Exact but for inf in e4m3, which has NaN in its place."""
+        if self.is_computed(x):
+            heads = self._with_scaled_heads(x).flatten(0, -3)[None]
+            scales = [x.shape[dim] if dim in self.separate else 1 for dim in range(-x.dim(), 0)]
+            values, scale, _ = OPS.quantize_e4m3(heads, None, "head", math.prod(scales), True)
+            return values.view(x.shape), scale.view(scales)
         scale = power_of_two_scale(x, self.shared(x), torch.finfo(self.dtype).max)
         return (x.to(scale.dtype) / scale).to(self.dtype), scale
+
+    def widen(self, values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers that values stand for, which ``dtype`` holds."""
+        if self.dtype == E4M3 and dtype in (torch.float16, torch.bfloat16):
+            heads = self._with_scaled_heads(values)
+            return OPS.dequantize_e4m3(heads, scale.flatten(), dtype).view(values.shape)
+        return (values.to(scale.dtype) * scale).to(dtype)
+
+    def _with_scaled_heads(self, x: Tensor) -> Tensor:
+        """x with q, k and v as heads if each has a scale: then scales are those of heads."""
+        return x.flatten(-3, -2) if -3 in self.separate else x
 
 
 class KeptAttention(torch.autograd.Function):
@@ -48,7 +65,7 @@ class KeptAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: Any, form: Fp8Form, *wide: Tensor) -> Tensor:
         ctx.op = op = ops.OP_OF[type(call)]
-        ctx.dtypes = [x.dtype for x in wide]
+        ctx.form, ctx.dtypes = form, [x.dtype for x in wide]
         kept = [y for x in wide for y in form.keep(x)]
         out, softmax_lse = _forward(call, form, kept)
         ops.save_for_backward(ctx, op, (*kept, None, out, softmax_lse), call)
@@ -59,7 +76,7 @@ class KeptAttention(torch.autograd.Function):
         saved, parts = ctx.saved_tensors, 2 * len(ctx.dtypes)
         kept, others = saved[:parts], saved[parts:]
         wide = [
-            (x.to(scale.dtype) * scale).to(dtype)
+            ctx.form.widen(x, scale, dtype)
             for x, scale, dtype in zip(kept[::2], kept[1::2], ctx.dtypes, strict=True)
         ]
         if len(wide) == 1:
@@ -85,7 +102,7 @@ class TracedAttention(torch.autograd.Function):
             out, softmax_lse = _forward(call._replace(q=q, k=k, v=v), form, kept)
         sequences = _sequences(call)
         ctx.save_for_backward(*kept, out, softmax_lse, *sequences[:2], *sequences[4:6])
-        ctx.longest, ctx.dtype = sequences[2:4], q.dtype
+        ctx.form, ctx.longest, ctx.dtype = form, sequences[2:4], q.dtype
         right = 0 if call.is_causal else call.window_size_right
         ctx.score = call.softmax_scale, False, call.window_size_left, right
         ctx.deterministic = call.deterministic
@@ -95,7 +112,7 @@ class TracedAttention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:
         *kept, out, softmax_lse, cu_q, cu_k, used_q, used_k = ctx.saved_tensors
         q, k, v = (
-            (x.to(scale.dtype) * scale).to(ctx.dtype)
+            ctx.form.widen(x, scale, ctx.dtype)
             for x, scale in zip(kept[::2], kept[1::2], strict=True)
         )
         score = (*ctx.score, 0.0, None, None, 0.0, None)

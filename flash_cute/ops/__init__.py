@@ -19,6 +19,7 @@ from flash_cute.ops import (
     autocast,
     autograd,
     cpu_kernels,
+    dequantize,
     fakes,
     flops,
     fp8,
@@ -91,5 +92,6 @@ for _layer in (
     pooled_softmax,
     fp8,
     quantize,
+    dequantize,
 ):
     _layer.register(_library)

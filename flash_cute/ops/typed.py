@@ -248,6 +248,12 @@ class QuantizeE4M3Call(NamedTuple):
     subtract_mean: bool = False
 
 
+class DequantizeE4M3Call(NamedTuple):
+    values: Tensor
+    descale: Tensor
+    dtype: torch.dtype
+
+
 class CombineCall(NamedTuple):
     out_partial: Tensor
     lse_partial: Tensor
@@ -637,6 +643,10 @@ class QuantizeE4M3(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
 
+class DequantizeE4M3(Protocol):
+    def __call__(self, values: Tensor, descale: Tensor, dtype: torch.dtype) -> tuple[Tensor]: ...
+
+
 class Combine(Protocol):
     def __call__(
         self, out_partial: Tensor, lse_partial: Tensor, dtype: torch.dtype | None = None
@@ -654,6 +664,7 @@ class Ops(Protocol):
     fp8_fwd: Fp8Fwd
     fp8_varlen_fwd: Fp8VarlenFwd
     quantize_e4m3: QuantizeE4M3
+    dequantize_e4m3: DequantizeE4M3
     combine: Combine
 
 
