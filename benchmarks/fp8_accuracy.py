@@ -170,8 +170,11 @@ def fa3() -> Attend:
 
     def attend(x: Fp8Inputs, causal: bool) -> Tensor:
         heads = (len(x.q), x.k.shape[2])
-        descales = {name: y.expand(heads) for name, y in x.descales().items()}
-        out = function(x.q, x.k, x.v, causal=causal, **descales)
+        q_descale, k_descale, v_descale = (y.expand(heads) for y in x[3:6] if y is not None)
+        out = function(
+            x.q, x.k, x.v, causal=causal, q_descale=q_descale, k_descale=k_descale,
+            v_descale=v_descale,
+        )  # fmt: skip
         return out[0] if isinstance(out, tuple) else out
 
     return attend

@@ -89,7 +89,9 @@ def method(schema: Any, name: str) -> str:
             words.append("*")
         words.append(declared(argument))
     results = [python_type(result.real_type) for result in schema.returns]
-    returned = "None" if not results else f"tuple[{', '.join(results)}]"
+    returned = results[0] if len(results) == 1 else f"tuple[{', '.join(results)}]"
+    if not results:
+        returned = "None"
     return f"    def {name}({', '.join(words)}) -> {returned}: ...\n"
 
 

@@ -644,7 +644,7 @@ class QuantizeE4M3(Protocol):
 
 
 class DequantizeE4M3(Protocol):
-    def __call__(self, values: Tensor, descale: Tensor, dtype: torch.dtype) -> tuple[Tensor]: ...
+    def __call__(self, values: Tensor, descale: Tensor, dtype: torch.dtype) -> Tensor: ...
 
 
 class Combine(Protocol):
