@@ -49,14 +49,14 @@ class FP8Attention(FlashAttention3):
     """:class:`FlashAttention3` whose q, k and v are rounded to fp8, with scales.
 
     The values are exactly those of fp8, scaled by powers of two. In 16 bits and e4m3 they are given
-    to the op of e4m3 inputs where that computes the call (:mod:`flash_cute.call.fp8`): on the CPU,
-    without softcap and dropout, also in graphs of torch.compile. Other attention of them runs in
-    the module's dtype, with its accuracy. So it shows what fp8 does to a model's results; there are
-    no fp8 kernels yet, and it is slower than :class:`FlashAttention3`.
+    to the op of e4m3 inputs where that computes the call (:mod:`flash_cute.call.fp8`): on the CPU
+    and on Hopper, without softcap and dropout, also in graphs of torch.compile. Other attention of
+    them runs in the module's dtype, with its accuracy: it shows what fp8 does to a model's results.
 
     The gradient is that of the rounded values, passed through the rounding (straight-through, arXiv
     1308.3432), and of weights that are not rounded. Backward keeps q, k and v in fp8, half of the
-    bytes of 16 bits, and widens them to the same numbers. Inside of transforms of torch.func they
+    bytes of 16 bits, and widens them to the same numbers: it takes the time of 16 bits, and that of
+    rounding and widening. ``docs/performance.md`` has both. Inside of transforms of torch.func they
     are kept, and computed, in the module's dtype; so graphs of torch.compile keep what the op does
     not compute.
 
