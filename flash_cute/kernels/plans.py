@@ -150,10 +150,10 @@ def why_widened(problem: Problem, gpu: Gpu | str | int | None = None) -> tuple[s
         print(kernels.why_widened(problem, "a100"))
     """
     _check(problem)
+    where = _where(gpu)
     if problem.dtype not in FP8_DTYPES:
         return ()
     reasons = list(problem.reasons_to_widen)
-    where = _where(gpu)
     if isinstance(where, Gpu):
         if where.capability != 90:
             reasons.insert(0, f"there are no kernels of e4m3 inputs for sm_{where.capability}")

@@ -115,6 +115,7 @@ CALLS: dict[str, Call] = {
             },
             "plan": {"problem": PROBLEM},
             "explain": {"problem": PROBLEM},
+            "why_widened": {"problem": PROBLEM},
             "supports": {"call": PROBLEM},
             "bucket": {"problem": PROBLEM},
             "nearest": {"problem": PROBLEM, "block_m": 64, "block_n": 64},
