@@ -79,6 +79,8 @@ TESTS = [
     "tests/ops/test_quantize_fp8_errors.py",
     "tests/ops/test_quantize_fp8_traced.py",
     "tests/ops/test_quantize_e4m3.py",
+    "tests/ops/test_dequantize_e4m3.py",
+    "tests/ops/test_e4m3_prompts.py",
     "tests/ops/test_fp8_fwd_traced.py",
     "tests/kernels/test_fp8_routes.py",
     "tests/kernels/test_lab.py",
